@@ -1,0 +1,276 @@
+"""Options: frozen, keyword-only, checked when they are made; no torch here."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any, Literal
+
+KV_DTYPES = ("int8", "fp8", "fp8_e5m2", "int4", "model")
+ROTATIONS = ("auto", "hadamard", "none")
+EVICTIONS = ("lru", "lfu", "priority")
+SHARED_PREFIX = ("auto", "always", "never")
+BACKENDS = ("auto", "triton", "cpu", "torch")
+
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_UNITS |= {f"{u}i": 1024 ** (i + 1) for i, u in enumerate("kmgt")}
+
+
+def parse_bytes(value: int | str, *, name: str = "capacity") -> int:
+    """Turn a byte count or a text such as ``"512MiB"`` into bytes.
+
+    Raises:
+        TypeError: neither an int nor a str.
+        ValueError: text of another form, or a count below 1.
+
+    >>> parse_bytes("512MiB"), parse_bytes("4GB"), parse_bytes(1000)
+    (536870912, 4000000000, 1000)
+    """
+    form = 'a positive number of bytes, or text such as "512MiB" or "4GB"'
+    if isinstance(value, bool) or not isinstance(value, (Integral, str)):
+        raise TypeError(f"{name}: expected {form}, got {value!r} of type {type(value).__name__}")
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", value.lower())
+        if found is None:
+            raise ValueError(f"{name}: expected {form}, got {value!r}")
+        num_bytes = int(float(found[1]) * _UNITS[found[2] or ""])
+    else:
+        num_bytes = int(value)
+    if num_bytes < 1:
+        raise ValueError(f"{name}: expected {form}, got {value!r}")
+    return num_bytes
+
+
+def require_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise ValueError, listing the valid names, unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def require_int(name: str, value: object, low: int, high: int | None = None) -> int:
+    """Return ``value`` as an int within [low, high]; TypeError or ValueError otherwise."""
+    limits = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name}: expected {limits}, got {value!r} of type {type(value).__name__}")
+    if value < low or (high is not None and value > high):
+        raise ValueError(f"{name}: expected {limits}, got {value!r}")
+    return int(value)
+
+
+def require_real(
+    name: str, value: object, low: float, high: float = math.inf, *, above: bool = False
+) -> float:
+    """Return ``value`` as a finite float within [low, high] ((low, high] if ``above``)."""
+    edge = f"> {low}" if above else f">= {low}"
+    limits = f"a finite number {edge}" + ("" if high == math.inf else f" and <= {high}")
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}: expected {limits}, got {value!r} of type {type(value).__name__}")
+    number = float(value)
+    if not math.isfinite(number) or number > high or number < low or (above and number == low):
+        raise ValueError(f"{name}: expected {limits}, got {value!r}")
+    return number
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVConfig:
+    """How KV pages are stored, how many there are, and which are dropped first.
+
+    Attributes:
+        dtype: storage format of K (and of V unless ``v_dtype`` says otherwise): ``"int8"``,
+            ``"fp8"`` (e4m3), ``"fp8_e5m2"``, ``"int4"`` or ``"model"`` (not quantized).
+        page_size: tokens a page; a power of two from 1 to 256.
+        capacity: bytes for KV pages, an int or text such as ``"512MiB"``. ``None``: a quarter
+            of the device memory that is free when the cache is made.
+        rotate: ``"hadamard"`` rotates K and V per head before they are quantized, ``"none"``
+            does not, ``"auto"`` rotates the formats that it was measured to help (all but
+            ``"model"``).
+        v_dtype: storage format of V, when it is not that of K.
+        eviction: which cached tail goes first: ``"lru"``, ``"lfu"`` or ``"priority"``.
+        pin_share: the largest share of the pages that pins may hold, above 0, at most 1.
+        shared_prefix: read pages that several sequences share once a step: ``"auto"`` where
+            it pays, ``"always"``, ``"never"``.
+    """
+
+    dtype: str = "int8"
+    page_size: int = 16
+    capacity: int | str | None = None
+    rotate: str = "auto"
+    v_dtype: str | None = None
+    eviction: str = "lru"
+    pin_share: float = 0.5
+    shared_prefix: str = "auto"
+
+    def __post_init__(self) -> None:
+        require_choice("KVConfig.dtype", self.dtype, KV_DTYPES)
+        require_int("KVConfig.page_size", self.page_size, 1, 256)
+        if self.page_size & (self.page_size - 1):
+            raise ValueError(
+                f"KVConfig.page_size: expected a power of two from 1 to 256, got {self.page_size}"
+            )
+        if self.capacity is not None:
+            parse_bytes(self.capacity, name="KVConfig.capacity")
+        require_choice("KVConfig.rotate", self.rotate, ROTATIONS)
+        if self.v_dtype is not None:
+            require_choice("KVConfig.v_dtype", self.v_dtype, KV_DTYPES)
+        require_choice("KVConfig.eviction", self.eviction, EVICTIONS)
+        require_real("KVConfig.pin_share", self.pin_share, 0.0, 1.0, above=True)
+        require_choice("KVConfig.shared_prefix", self.shared_prefix, SHARED_PREFIX)
+
+
+def _require_ids(name: str, value: object) -> tuple[int, ...]:
+    if isinstance(value, Integral):
+        value = (value,)
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise TypeError(f"{name}: expected a sequence of token ids, got {value!r}")
+    return tuple(require_int(name, token_id, 0) for token_id in value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled; see the fields. ``temperature=0`` is greedy.
+
+    Attributes:
+        n: samples; all share the prompt's pages.
+        max_new_tokens: most tokens to generate a sample.
+        temperature: divides the logits; 0 takes the best token.
+        top_p: smallest set of tokens whose probabilities reach this, above 0, at most 1.
+        top_k: the k best tokens; 0 is all.
+        min_p: tokens at least this share as likely as the best one, 0 to 1.
+        repetition_penalty: as in CTRL: divides positive and multiplies negative logits of
+            tokens seen in prompt or output; above 0, 1 is none.
+        presence_penalty: subtracted from the logits of tokens in the output; -2 to 2.
+        frequency_penalty: the same, times the number of occurrences; -2 to 2.
+        logit_bias: token id to a value added to its logit.
+        seed: sample i of seed s is always the same tokens. None: differs from call to call.
+        stop: strings that end a sample; never part of its text.
+        stop_token_ids: ids that end a sample, beside the model's own end tokens.
+        ignore_eos: do not end at the model's end tokens.
+        logprobs: per generated token, this many best log-probabilities and its own.
+        prompt_logprobs: the same per prompt token; the first has None.
+        skip_special_tokens: leave special tokens out of the text.
+        timeout_s: seconds after which the request ends with ``finish_reason="abort"``.
+        logits_processors: callables ``(input_ids [1, n], logits [1, vocab]) -> logits``, as
+            transformers defines them, applied in order before everything else.
+        json_schema, regex, grammar: constrained output; refused until it is built.
+    """
+
+    n: int = 1
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    timeout_s: float | None = None
+    logits_processors: Sequence[Callable[..., Any]] = ()
+    json_schema: Any = None
+    regex: str | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        me = "SamplingParams"
+        require_int(f"{me}.n", self.n, 1)
+        require_int(f"{me}.max_new_tokens", self.max_new_tokens, 1)
+        require_real(f"{me}.temperature", self.temperature, 0.0)
+        require_real(f"{me}.top_p", self.top_p, 0.0, 1.0, above=True)
+        require_int(f"{me}.top_k", self.top_k, 0)
+        require_real(f"{me}.min_p", self.min_p, 0.0, 1.0)
+        require_real(f"{me}.repetition_penalty", self.repetition_penalty, 0.0, above=True)
+        require_real(f"{me}.presence_penalty", self.presence_penalty, -2.0, 2.0)
+        require_real(f"{me}.frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, Mapping):
+                raise TypeError(
+                    f"{me}.logit_bias: expected a mapping of token id to bias, "
+                    f"got {type(self.logit_bias).__name__}"
+                )
+            for token_id, bias in self.logit_bias.items():
+                require_int(f"{me}.logit_bias", token_id, 0)
+                require_real(f"{me}.logit_bias[{token_id}]", bias, -math.inf)
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        if self.seed is not None:
+            require_int(f"{me}.seed", self.seed, -(2**63), 2**64 - 1)
+        stops = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stops, Sequence) or any(not isinstance(s, str) for s in stops):
+            raise TypeError(f"{me}.stop: expected a string or strings, got {self.stop!r}")
+        if any(not s for s in stops):
+            raise ValueError(f"{me}.stop: expected strings that are not empty, got {self.stop!r}")
+        object.__setattr__(self, "stop", tuple(stops))
+        ids = _require_ids(f"{me}.stop_token_ids", self.stop_token_ids)
+        object.__setattr__(self, "stop_token_ids", ids)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                require_int(f"{me}.{name}", getattr(self, name), 0)
+        if self.timeout_s is not None:
+            require_real(f"{me}.timeout_s", self.timeout_s, 0.0, above=True)
+        if not isinstance(self.logits_processors, Sequence) or any(
+            not callable(p) for p in self.logits_processors
+        ):
+            raise TypeError(
+                f"{me}.logits_processors: expected a sequence of callables, "
+                f"got {self.logits_processors!r}"
+            )
+        object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
+        for name in ("json_schema", "regex", "grammar"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"{me}.{name}: constrained output is not built yet, got "
+                    f"{getattr(self, name)!r}; leave it None and check the text yourself"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamParams:
+    """Beam search as ``transformers`` ``generate(num_beams=width)`` defines it.
+
+    Attributes:
+        width: beams kept at each step.
+        max_new_tokens: most tokens to generate a beam.
+        length_penalty: score = sum of log-probabilities / (new tokens) ** length_penalty.
+        early_stopping: True, False or "never", as transformers defines them.
+        num_return: how many beams to return, best first; None is all ``width``.
+        ignore_eos: beams never end at the model's end tokens.
+        stop_token_ids: ids that end a beam, beside the model's own.
+        skip_special_tokens: leave special tokens out of the text.
+        timeout_s: seconds after which the request ends with ``finish_reason="abort"``.
+    """
+
+    width: int = 4
+    max_new_tokens: int = 128
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    num_return: int | None = None
+    ignore_eos: bool = False
+    stop_token_ids: Sequence[int] = field(default=())
+    skip_special_tokens: bool = True
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        me = "BeamParams"
+        require_int(f"{me}.width", self.width, 1)
+        require_int(f"{me}.max_new_tokens", self.max_new_tokens, 1)
+        require_real(f"{me}.length_penalty", self.length_penalty, -math.inf)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise ValueError(
+                f'{me}.early_stopping: expected True, False or "never", '
+                f"got {self.early_stopping!r}"
+            )
+        if self.num_return is not None:
+            require_int(f"{me}.num_return", self.num_return, 1, self.width)
+        ids = _require_ids(f"{me}.stop_token_ids", self.stop_token_ids)
+        object.__setattr__(self, "stop_token_ids", ids)
+        if self.timeout_s is not None:
+            require_real(f"{me}.timeout_s", self.timeout_s, 0.0, above=True)

@@ -1,0 +1,284 @@
+"""How rows of K and V become stored codes and back, and how many bytes that takes.
+
+A *row* is one token's vector of one KV head. A row is quantized alone, once, when it is
+written; its scales lie beside its codes, so copying some tokens of a page stays exact.
+
+Page layout, defined here and used everywhere (heads before tokens, so that one head's page
+is contiguous), per layer:
+
+    k_pages  [num_pages, num_kv_heads, page_size, code_width]   codes, `KVFormat.code_dtype`
+    k_scale  [num_pages, num_kv_heads, page_size, num_scales]   bfloat16; num_scales 0 for "model"
+    v_pages, v_scale likewise, with V's own format and head_dim
+
+| format     | code                       | scales of a row           | real value               |
+| ---------- | -------------------------- | ------------------------- | ------------------------ |
+| int8       | int8, -127..127            | 1: amax / 127             | code * scale             |
+| fp8        | float8_e4m3fn              | 1: amax / 448             | code * scale             |
+| fp8_e5m2   | float8_e5m2                | 1: amax / 57344           | code * scale             |
+| int4       | uint8, two codes a byte    | 2 a group: scale, zero    | code * scale + zero      |
+| model      | the model's own dtype      | none                      | code                     |
+
+An int4 byte j holds element j in its low half and element j + head_dim / 2 in its high half;
+a group is a run of at most 64 elements of the row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from radixkv.config import KVConfig, require_int
+
+SCALE_DTYPE = torch.bfloat16  # float32's range, so that neither tiny nor huge rows lose their scale
+_MIN_SCALE = 2.0**-100  # keeps 1 / scale finite; far below any value that attention can feel
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVSpec:
+    """The geometry of one model's K and V.
+
+    Attributes:
+        num_layers: attention layers.
+        num_kv_heads: KV heads a layer.
+        head_dim: elements of a K row.
+        v_head_dim: elements of a V row; None is ``head_dim``.
+        dtype: the model's own dtype: float32, float16 or bfloat16.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int | None = None
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        require_int("KVSpec.num_layers", self.num_layers, 1)
+        require_int("KVSpec.num_kv_heads", self.num_kv_heads, 1)
+        require_int("KVSpec.head_dim", self.head_dim, 1)
+        if self.v_head_dim is None:
+            object.__setattr__(self, "v_head_dim", self.head_dim)
+        require_int("KVSpec.v_head_dim", self.v_head_dim, 1)
+        if self.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(
+                f"KVSpec.dtype: expected torch.float32, torch.float16 or torch.bfloat16, "
+                f"got {self.dtype!r}"
+            )
+
+
+class KVFormat:
+    """One storage format of rows; subclasses say how codes and scales are made.
+
+    Attributes:
+        name: as in ``KVConfig.dtype``.
+        head_dim: elements of a row.
+        code_dtype: dtype of the pages.
+        code_width: elements of ``code_dtype`` a row.
+        num_scales: bfloat16 factors a row.
+        poison: a byte that fills fresh pages in tests; as a code it is never written.
+    """
+
+    name: str
+    code_dtype: torch.dtype
+    num_scales: int = 1
+    poison: int = 0xFF
+
+    def __init__(self, head_dim: int) -> None:
+        self.head_dim = head_dim
+        self.code_width = head_dim
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that one row takes, scales included."""
+        return self.code_width * self.code_dtype.itemsize + self.num_scales * SCALE_DTYPE.itemsize
+
+    def quantize(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn real rows into codes and scales.
+
+        Args:
+            rows: shape [..., head_dim], float32, finite (the caller checks).
+        Returns:
+            codes, shape [..., code_width], ``code_dtype``; scales, shape [..., num_scales],
+            bfloat16. A row of zeros comes back as exact zeros.
+        """
+        raise NotImplementedError
+
+    def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Turn codes and scales back into real rows, shape [..., head_dim], float32."""
+        raise NotImplementedError
+
+
+def _row_scale(rows: Tensor, largest_code: float) -> Tensor:
+    amax = rows.abs().amax(dim=-1, keepdim=True)
+    return (amax / largest_code).clamp_min(_MIN_SCALE).to(SCALE_DTYPE)
+
+
+class Int8Format(KVFormat):
+    """Symmetric int8; error at most half a scale (plus float rounding)."""
+
+    name = "int8"
+    code_dtype = torch.int8
+    poison = 0x80  # -128
+
+    def quantize(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        scale = _row_scale(rows, 127.0)
+        codes = (rows / scale.float()).round_().clamp_(-127, 127)
+        return codes.to(torch.int8), scale
+
+    def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return codes.float().mul_(scales.float())
+
+
+class Fp8Format(KVFormat):
+    """8-bit floats with a scale a row; relative error at most 1/16 (e4m3) or 1/8 (e5m2)."""
+
+    def __init__(self, head_dim: int, name: str = "fp8") -> None:
+        super().__init__(head_dim)
+        self.name = name
+        self.code_dtype = torch.float8_e4m3fn if name == "fp8" else torch.float8_e5m2
+        self.largest = torch.finfo(self.code_dtype).max
+        self.poison = 0x7F  # NaN in both kinds
+
+    def quantize(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        scale = _row_scale(rows, self.largest)
+        codes = (rows / scale.float()).clamp_(-self.largest, self.largest)
+        return codes.to(self.code_dtype), scale
+
+    def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return codes.float().mul_(scales.float())
+
+
+class Int4Format(KVFormat):
+    """Packed 4-bit codes; a scale and a zero a group; error at most half a scale."""
+
+    name = "int4"
+    code_dtype = torch.uint8
+    poison = 0xFF  # with NaN scales, as every fresh page gets
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__(head_dim)
+        if head_dim % 2:
+            raise ValueError(
+                f'KVConfig.dtype: "int4" needs an even head_dim, got {head_dim}; use "int8"'
+            )
+        self.code_width = head_dim // 2
+        self.group_size = next(g for g in range(min(64, head_dim), 0, -1) if head_dim % g == 0)
+        self.num_scales = 2 * (head_dim // self.group_size)
+
+    def quantize(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        groups = rows.unflatten(-1, (-1, self.group_size))
+        low, high = groups.amin(dim=-1, keepdim=True), groups.amax(dim=-1, keepdim=True)
+        zero = (low - low.abs() * 2.0**-8).to(SCALE_DTYPE)  # rounded down: never above `low`
+        scale = ((high - zero.float()) / 15.0).clamp_min(_MIN_SCALE).to(SCALE_DTYPE)
+        codes = ((groups - zero.float()) / scale.float()).round_().clamp_(0, 15)
+        codes = codes.to(torch.uint8).flatten(-2)
+        low_half, high_half = codes.chunk(2, dim=-1)
+        return low_half | (high_half << 4), torch.cat([scale, zero], dim=-1).flatten(-2)
+
+    def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
+        real = torch.cat([codes & 15, codes >> 4], dim=-1).float()
+        scale, zero = scales.float().unflatten(-1, (-1, 2)).split(1, dim=-1)
+        return real.unflatten(-1, (-1, self.group_size)).mul_(scale).add_(zero).flatten(-2)
+
+
+class ModelFormat(KVFormat):
+    """The model's own dtype, not quantized: the baseline."""
+
+    name = "model"
+    num_scales = 0
+
+    def __init__(self, head_dim: int, dtype: torch.dtype) -> None:
+        super().__init__(head_dim)
+        self.code_dtype = dtype  # poison 0xFF bytes are NaN in every float dtype
+
+    def quantize(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return rows.to(self.code_dtype), rows.new_empty((*rows.shape[:-1], 0), dtype=SCALE_DTYPE)
+
+    def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return codes.float()
+
+
+def make_format(name: str, head_dim: int, model_dtype: torch.dtype) -> KVFormat:
+    """The format that ``KVConfig.dtype`` names, for rows of ``head_dim`` elements."""
+    if name == "int8":
+        return Int8Format(head_dim)
+    if name == "int4":
+        return Int4Format(head_dim)
+    if name == "model":
+        return ModelFormat(head_dim, model_dtype)
+    return Fp8Format(head_dim, name)
+
+
+@cache
+def hadamard(head_dim: int, device: torch.device | str = "cpu") -> Tensor:
+    """An orthonormal, symmetric rotation of rows: shape [head_dim, head_dim], float32.
+
+    Block-diagonal of Sylvester's Hadamard matrices of the largest power of two that divides
+    ``head_dim``, so that it is its own inverse.
+
+    >>> rotation = hadamard(80)
+    >>> bool(torch.allclose(rotation @ rotation, torch.eye(80), atol=1e-6))
+    True
+    """
+    size = head_dim & -head_dim
+    block = torch.ones(1, 1, dtype=torch.float64)
+    while block.shape[0] < size:
+        block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
+    block = block / size**0.5
+    return torch.block_diag(*[block] * (head_dim // size)).float().to(device)
+
+
+class LayerPages(NamedTuple):
+    """One layer's page and scale tensors; shapes as at the top of this module."""
+
+    k_pages: Tensor
+    v_pages: Tensor
+    k_scale: Tensor
+    v_scale: Tensor
+
+
+@dataclass(frozen=True)
+class KVCodec:
+    """The formats of K and V of one cache, and whether rows are rotated before they are stored."""
+
+    spec: KVSpec
+    config: KVConfig
+
+    @cached_property
+    def k_format(self) -> KVFormat:
+        return make_format(self.config.dtype, self.spec.head_dim, self.spec.dtype)
+
+    @cached_property
+    def v_format(self) -> KVFormat:
+        name = self.config.v_dtype or self.config.dtype
+        assert self.spec.v_head_dim is not None  # set by KVSpec
+        return make_format(name, self.spec.v_head_dim, self.spec.dtype)
+
+    def _rotates(self, kv_format: KVFormat) -> bool:
+        if self.config.rotate == "auto":
+            return kv_format.name != "model"
+        return self.config.rotate == "hadamard"
+
+    @cached_property
+    def rotate_k(self) -> bool:
+        """Whether K (and so Q) is rotated."""
+        return self._rotates(self.k_format)
+
+    @cached_property
+    def rotate_v(self) -> bool:
+        """Whether V is rotated on write and the attention's output rotated back."""
+        return self._rotates(self.v_format)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token takes in all layers, scales included."""
+        rows = self.spec.num_layers * self.spec.num_kv_heads
+        return rows * (self.k_format.row_bytes + self.v_format.row_bytes)
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Bytes that one page takes in all layers."""
+        return self.bytes_per_token * self.config.page_size

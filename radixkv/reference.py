@@ -1,0 +1,216 @@
+"""The plain backend in torch: what every kernel is compared with, and what runs without one.
+
+Also the metadata that one attention call needs (`AttentionBatch`, `ScoreRule`), shared by
+all backends, and a float64 reference over dense K and V.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from radixkv.errors import NonFiniteError
+from radixkv.quant import KVCodec, KVFormat, LayerPages, hadamard
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """Which new tokens attend to which pages; built once a step, used by every layer.
+
+    Sequence i has ``query_lens[i]`` new tokens, the last of its ``seq_lens[i]``; their rows in
+    q, k and v are ``cu_seqlens_q[i] : cu_seqlens_q[i + 1]``.
+
+    Attributes:
+        slot_mapping: slot (page_id * page_size + offset) of each new token. [num_tokens] int64.
+        page_table: page ids of each sequence, padded with NULL_PAGE. [num_seqs, max_pages] int32.
+        seq_lens: KV length after this step. [num_seqs] int32.
+        cu_seqlens_q: cumulative new tokens, first 0. [num_seqs + 1] int32.
+    """
+
+    slot_mapping: Tensor
+    page_table: Tensor
+    seq_lens: Tensor
+    cu_seqlens_q: Tensor
+
+    @cached_property
+    def host_lens(self) -> tuple[list[int], list[int]]:
+        """``seq_lens`` and ``cu_seqlens_q`` as lists (a host synchronisation on a GPU)."""
+        return self.seq_lens.tolist(), self.cu_seqlens_q.tolist()
+
+
+@dataclass(frozen=True)
+class ScoreRule:
+    """How one layer turns q.k into attention weights.
+
+    Attributes:
+        softmax_scale: factor on q.k.
+        sliding_window: a query sees this many tokens, itself included; None is all.
+        softcap: scores become softcap * tanh(score / softcap), before the mask; None is off.
+        sinks: a logit per query head that takes part in the softmax alone. [num_q_heads].
+        alibi_slopes: slope per query head; adds slope * (key position - query position).
+            [num_q_heads] float32.
+    """
+
+    softmax_scale: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+
+
+def encode_rows(
+    kv_format: KVFormat, rotate: bool, rows: Tensor, *, name: str, layer_idx: int
+) -> tuple[Tensor, Tensor]:
+    """Check, rotate and quantize rows of K or V.
+
+    Args:
+        rows: shape [num_tokens, num_kv_heads, head_dim].
+        name: "K" or "V", for the error.
+    Returns:
+        codes and scales, as ``KVFormat.quantize`` gives them.
+    Raises:
+        NonFiniteError: NaN or Inf in ``rows``; names the layer and the heads.
+    """
+    rows = rows.float()
+    finite = torch.isfinite(rows).all(dim=-1)
+    if not bool(finite.all()):
+        heads = (~finite).any(dim=0).nonzero().flatten().tolist()
+        raise NonFiniteError(
+            f"{name} of layer {layer_idx}, KV head {', '.join(map(str, heads))}: expected finite "
+            f"values, got NaN or Inf; check the model's weights and dtype (float16 overflows "
+            f"above 65504: try bfloat16 or float32)"
+        )
+    if rotate:
+        rows = rows @ hadamard(kv_format.head_dim, rows.device)
+    return kv_format.quantize(rows)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    # Float8 tensors lack index_put and index_select on some devices; their bytes do not.
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def write_kv(
+    codec: KVCodec, layer: LayerPages, slot_mapping: Tensor, k: Tensor, v: Tensor, *, layer_idx: int
+) -> None:
+    """Quantize new tokens' K and V once and scatter them into their slots.
+
+    Nothing is written if either holds a non-finite value.
+
+    Args:
+        slot_mapping: [num_tokens] int64.
+        k: [num_tokens, num_kv_heads, head_dim]; v: the same with v_head_dim.
+    Raises:
+        NonFiniteError: NaN or Inf in k or v.
+    """
+    coded_k = encode_rows(codec.k_format, codec.rotate_k, k, name="K", layer_idx=layer_idx)
+    coded_v = encode_rows(codec.v_format, codec.rotate_v, v, name="V", layer_idx=layer_idx)
+    page_size = layer.k_pages.shape[2]
+    page_ids, offsets = slot_mapping // page_size, slot_mapping % page_size
+    pairs = (
+        (layer.k_pages, coded_k[0]),
+        (layer.v_pages, coded_v[0]),
+        (layer.k_scale, coded_k[1]),
+        (layer.v_scale, coded_v[1]),
+    )
+    for pages, rows in pairs:
+        _as_bytes(pages)[page_ids, :, offsets] = _as_bytes(rows)
+
+
+def read_rows(kv_format: KVFormat, pages: Tensor, scales: Tensor, page_ids: Tensor) -> Tensor:
+    """Gather and dequantize whole pages: [num_kv_heads, len(page_ids) * page_size, head_dim].
+
+    The rows stay rotated if they were stored so. float32.
+    """
+    codes = _as_bytes(pages)[page_ids].transpose(0, 1).flatten(1, 2).view(pages.dtype)
+    return kv_format.dequantize(codes, scales[page_ids].transpose(0, 1).flatten(1, 2))
+
+
+def _visible(
+    num_queries: int, seq_len: int, sliding_window: int | None, device: torch.device
+) -> Tensor | None:
+    """Which keys each query sees: [num_queries, seq_len] bool; None is all of them."""
+    if num_queries == 1 and (sliding_window is None or sliding_window >= seq_len):
+        return None
+    query_pos = torch.arange(seq_len - num_queries, seq_len, device=device)[:, None]
+    key_pos = torch.arange(seq_len, device=device)[None, :]
+    visible = key_pos <= query_pos
+    if sliding_window is not None:
+        visible &= key_pos > query_pos - sliding_window
+    return visible
+
+
+def attend_dense(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
+    """Causal attention of a sequence's last tokens over its dense K and V, in q's precision.
+
+    Args:
+        q: [num_q_heads, num_queries, head_dim]; the queries are the sequence's last tokens.
+        k: [num_kv_heads, seq_len, head_dim]; v: the same with v_head_dim.
+    Returns:
+        [num_q_heads, num_queries, v_head_dim].
+
+    With float64 tensors this is the reference that every backend is compared with.
+    """
+    num_q_heads, num_queries, _ = q.shape
+    num_kv_heads, seq_len, _ = k.shape
+    group = num_q_heads // num_kv_heads
+    visible = _visible(num_queries, seq_len, rule.sliding_window, q.device)
+    # Queries of one KV head form one block of rows, so K is never repeated for them.
+    rows = q.reshape(num_kv_heads, group * num_queries, -1)
+    if rule.softcap is None and rule.sinks is None and rule.alibi_slopes is None:
+        mask = None if visible is None else visible.repeat(group, 1)
+        out = F.scaled_dot_product_attention(
+            rows[None], k[None], v[None], attn_mask=mask, scale=rule.softmax_scale
+        )
+        return out.reshape(num_q_heads, num_queries, -1)
+    scores = (rows @ k.transpose(1, 2)).mul_(rule.softmax_scale)
+    scores = scores.view(num_q_heads, num_queries, seq_len)
+    if rule.softcap is not None:
+        scores = torch.tanh(scores / rule.softcap) * rule.softcap
+    if rule.alibi_slopes is not None:
+        query_pos = torch.arange(seq_len - num_queries, seq_len, device=q.device)
+        distance = torch.arange(seq_len, device=q.device)[None, :] - query_pos[:, None]
+        scores = scores + rule.alibi_slopes.to(q.dtype)[:, None, None] * distance
+    if visible is not None:
+        scores = scores.masked_fill(~visible, float("-inf"))
+    if rule.sinks is not None:
+        sinks = rule.sinks.to(q.dtype)[:, None, None].expand(-1, num_queries, 1)
+        weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+    else:
+        weights = scores.softmax(dim=-1)
+    weights = weights.reshape(num_kv_heads, group * num_queries, seq_len)
+    return (weights @ v).reshape(num_q_heads, num_queries, -1)
+
+
+def paged_attention(
+    codec: KVCodec, layer: LayerPages, q: Tensor, batch: AttentionBatch, rule: ScoreRule
+) -> Tensor:
+    """Attend every new token to its sequence's stored pages, its own chunk's too.
+
+    Args:
+        q: [num_tokens, num_q_heads, head_dim], the model's dtype.
+    Returns:
+        [num_tokens, num_q_heads, v_head_dim], q's dtype.
+
+    Accuracy: float32 arithmetic over the dequantized pages, whatever q's dtype.
+    """
+    queries = q.float()
+    if codec.rotate_k:
+        queries = queries @ hadamard(codec.spec.head_dim, q.device)
+    page_size = layer.k_pages.shape[2]
+    seq_lens, cu_seqlens_q = batch.host_lens
+    outs = []
+    for i, seq_len in enumerate(seq_lens):
+        page_ids = batch.page_table[i, : -(-seq_len // page_size)].long()
+        k = read_rows(codec.k_format, layer.k_pages, layer.k_scale, page_ids)[:, :seq_len]
+        v = read_rows(codec.v_format, layer.v_pages, layer.v_scale, page_ids)[:, :seq_len]
+        rows = queries[cu_seqlens_q[i] : cu_seqlens_q[i + 1]].transpose(0, 1)
+        outs.append(attend_dense(rows, k, v, rule).transpose(0, 1))
+    out = torch.cat(outs)
+    if codec.rotate_v:
+        out = out @ hadamard(codec.v_format.head_dim, q.device)
+    return out.to(q.dtype)
