@@ -17,11 +17,13 @@ import sys
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from sortedcontainers import SortedDict, SortedList
+from sortedcontainers import SortedDict, SortedList  # type: ignore[import-untyped]
 
 from radixkv.errors import CacheInvariantError
 
@@ -30,6 +32,7 @@ PageIds = NDArray[np.int32]
 TOKEN_BYTES = 4
 MAX_TOKEN_ID = 2**31 - 1
 _NO_PAGES: PageIds = np.empty(0, dtype=np.int32)
+EXPIRED = -(2**63)  # the priority of what has outlived its time
 _WIDE = 256  # children from which on their order is a SortedList, not a list
 
 
@@ -63,9 +66,7 @@ def encode_tokens(token_ids: Any, *, name: str = "token_ids") -> bytes:
                 _refuse(token_ids, name)
     else:
         native = _as_array(token_ids, name)
-    return (
-        native.byteswap().tobytes() if sys.byteorder == "little" else native.tobytes()
-    )
+    return native.byteswap().tobytes() if sys.byteorder == "little" else native.tobytes()
 
 
 def decode_tokens(tokens: bytes | bytearray | memoryview) -> NDArray[np.int64]:
@@ -89,9 +90,7 @@ def _as_array(token_ids: Any, name: str) -> NDArray[np.uint32]:
     if values.ndim != 1:
         raise TypeError(f"{expected}, got {values.ndim} dimensions; flatten it first")
     if values.size and values.dtype.kind not in "iu":
-        raise TypeError(
-            f"{expected}, got dtype {values.dtype}; convert it to integers first"
-        )
+        raise TypeError(f"{expected}, got dtype {values.dtype}; convert it to integers first")
     if values.size:
         low, high = int(values.min()), int(values.max())
         if low < 0 or high > MAX_TOKEN_ID:
@@ -118,9 +117,7 @@ def _refuse(token_ids: Any, name: str) -> None:
         try:
             token_id = value.__index__()
         except TypeError as error:
-            raise TypeError(
-                f"{name}[{i}]: expected an integer token id, got {value!r}"
-            ) from error
+            raise TypeError(f"{name}[{i}]: expected an integer token id, got {value!r}") from error
         if not 0 <= token_id <= MAX_TOKEN_ID:
             raise ValueError(
                 f"{name}[{i}]: expected an id from 0 to {MAX_TOKEN_ID}, got {token_id}"
@@ -181,6 +178,7 @@ class Children:
         return len(self.by_key)
 
     def add(self, key: bytes, node: Node) -> None:
+        """Complexity: O(log(children))."""
         self.by_key[key] = node
         if isinstance(self.order, list):
             insort(self.order, key)
@@ -199,11 +197,7 @@ class Children:
     def closest(self, key: bytes) -> tuple[Node, int] | None:
         """The child that shares the most bytes with ``key``, if any are shared, and how many."""
         order = self.order
-        at = (
-            bisect_left(order, key)
-            if isinstance(order, list)
-            else order.bisect_left(key)
-        )
+        at = bisect_left(order, key) if isinstance(order, list) else order.bisect_left(key)
         best, shared = b"", 0
         for i in (at - 1, at):
             if 0 <= i < len(order):
@@ -240,9 +234,7 @@ class Node:
         "tokens",
     )
 
-    def __init__(
-        self, tokens: bytearray, page_ids: bytearray, parent: Node | None
-    ) -> None:
+    def __init__(self, tokens: bytearray, page_ids: bytearray, parent: Node | None) -> None:
         self.tokens = tokens
         self.page_ids = page_ids
         self.parent = parent
@@ -322,6 +314,8 @@ class RadixTree:
         self._policy = POLICIES[eviction]
         self._evictable: Any = SortedDict()  # policy key -> leaf
         self._blocked: dict[int, Node] = {}  # tail page held by others -> leaf
+        self._expiries: list[tuple[float, int, Node]] = []  # heap; stale entries are skipped
+        self._num_scheduled = 0
         pool.on_release = self._on_release
 
     # --- reading -----------------------------------------------------------------------
@@ -342,16 +336,11 @@ class RadixTree:
             full = shared // self.page_bytes
             parts.append(child.page_ids[: 4 * full])
             if shared % self.page_bytes:
-                page_id = int.from_bytes(
-                    child.page_ids[4 * full : 4 * full + 4], sys.byteorder
-                )
+                page_id = int.from_bytes(child.page_ids[4 * full : 4 * full + 4], sys.byteorder)
         page_ids = np.frombuffer(b"".join(parts), dtype=np.int32)
         end = node if child is None else child
         return Match(
-            (passed + shared) // TOKEN_BYTES,
-            page_ids,
-            page_id,
-            end if end.parent else None,
+            (passed + shared) // TOKEN_BYTES, page_ids, page_id, end if end.parent else None
         )
 
     def _walk(
@@ -393,7 +382,7 @@ class RadixTree:
         page_ids: PageIds,
         namespace: Hashable = None,
         *,
-        priority: int = 0,
+        priority: int | None = None,
         expires: float | None = None,
     ) -> tuple[PageIds, Node | None]:
         """Make ``tokens`` findable; what is there already stays as it is.
@@ -484,6 +473,8 @@ class RadixTree:
         upper = Node(lower.tokens[:cut], lower.page_ids[:cut_pages], parent)
         upper.last_access, upper.num_hits = lower.last_access, lower.num_hits
         upper.priority, upper.expires = lower.priority, lower.expires
+        if upper.expires is not None:
+            self._schedule(upper)
         parent.children.by_key[bytes(upper.tokens[: self.page_bytes])] = upper
         del lower.tokens[:cut]
         del lower.page_ids[:cut_pages]
@@ -493,44 +484,84 @@ class RadixTree:
         self.num_nodes += 1
         return upper
 
-    def _merge(self, node: Node) -> Node:
-        """Join a node that has one child with it; the child stays, so its own children do too."""
+    def _join(self, node: Node) -> bool:
+        """Join an inner node with its only child, if the two would be evicted as one.
+
+        The child stays, so that its own children keep their parent.
+        """
         assert node.children is not None and node.parent is not None
-        assert node.parent.children is not None
+        if len(node.children) != 1:
+            return False
         (child,) = node.children.by_key.values()
+        if self._policy(node) != self._policy(child) or node.expires != child.expires:
+            return False
+        assert node.parent.children is not None
         node.tokens += child.tokens
         node.page_ids += child.page_ids
-        child.tokens, child.page_ids, child.parent = (
-            node.tokens,
-            node.page_ids,
-            node.parent,
-        )
+        child.tokens, child.page_ids, child.parent = node.tokens, node.page_ids, node.parent
+        child.num_hits = max(child.num_hits, node.num_hits)
         node.parent.children.by_key[bytes(node.tokens[: self.page_bytes])] = child
+        node.parent = None
         self.num_nodes -= 1
-        return child
+        return True
 
     # --- who may go --------------------------------------------------------------------
 
-    def touch(
-        self, node: Node, priority: int = 0, expires: float | None = None
-    ) -> None:
-        """Count the path to ``node`` as used now.
+    def touch(self, node: Node, priority: int | None = None, expires: float | None = None) -> None:
+        """Count the path to ``node`` as used now; raise its priority if one is given.
 
-        Complexity: O(depth + log(leaves)).
+        Complexity: O(depth + log(leaves)), and the bytes of edges that are joined.
         """
         self.clock += 1
-        if node.key is not None:
-            del self._evictable[node.key]
+        self._unkey(node)
         walk: Node | None = node
-        while walk is not None:
+        while walk is not None and walk.parent is not None:
             walk.last_access = self.clock
             walk.num_hits += 1
-            if priority >= walk.priority:
+            if priority is not None and priority >= walk.priority:
                 walk.priority, walk.expires = priority, expires
+                if expires is not None:
+                    self._schedule(walk)
             walk = walk.parent
+        self._rekey(node)
+        walk = node
+        while walk.parent is not None and walk.parent.parent is not None:
+            walk = walk if self._join(walk.parent) else walk.parent
+
+    def _unkey(self, node: Node) -> None:
+        if node.key is not None:
+            del self._evictable[node.key]
+
+    def _rekey(self, node: Node) -> None:
         if node.key is not None:
             node.key = self._policy(node)
             self._evictable[node.key] = node
+
+    def _schedule(self, node: Node) -> None:
+        self._num_scheduled += 1
+        heappush(self._expiries, (node.expires, self._num_scheduled, node))
+
+    @property
+    def has_expiries(self) -> bool:
+        """Whether `expire` may have something to do."""
+        return bool(self._expiries)
+
+    def expire(self, now: float) -> None:
+        """Let the priorities whose time is over fall to the smallest.
+
+        Complexity: O(log(scheduled)) an expiry.
+        """
+        while self._expiries and self._expiries[0][0] <= now:
+            expires, _, node = heappop(self._expiries)
+            if node.expires != expires or node.parent is None:
+                continue  # it was given another time, or is gone
+            self._unkey(node)
+            node.priority, node.expires = EXPIRED, None
+            self._rekey(node)
+            if node.children is not None:
+                self._join(node)
+            elif node.parent.parent is not None:
+                self._join(node.parent)
 
     def settle(self, node: Node | None) -> None:
         """Look again whether a leaf is evictable, after its last page got another holder."""
@@ -614,17 +645,14 @@ class RadixTree:
         parent.children.remove(key)
         self.num_nodes -= 1
         leaf.parent = None
-        left = len(parent.children)
         if parent.parent is None:
-            if not left:
+            if not parent.children:
                 self._forget_root(parent)
-        elif left == 0:
+        elif not parent.children:
             parent.children = None
             self._place(parent)
-        elif left == 1:
-            merged = self._merge(parent)
-            if merged.children is None and merged.key is None and not merged.blocked_by:
-                self._place(merged)
+        else:
+            self._join(parent)
 
     def _forget_root(self, root: Node) -> None:
         for namespace, known in self.roots.items():
@@ -641,9 +669,7 @@ class RadixTree:
         for node in list(self._nodes(root)):
             if node.children is None:
                 self._unplace(node)
-            freed += self.pool.leave_tree(
-                np.frombuffer(bytes(node.page_ids), dtype=np.int32)
-            )
+            freed += self.pool.leave_tree(np.frombuffer(bytes(node.page_ids), dtype=np.int32))
             self.num_nodes -= 1
             self.num_tokens -= len(node.tokens) // TOKEN_BYTES
         return freed
@@ -676,44 +702,27 @@ class RadixTree:
                 pages = np.frombuffer(bytes(node.page_ids), dtype=np.int32)
                 owned.extend(pages.tolist())
                 require(len(node.tokens) > 0, "an empty edge")
-                require(
-                    pages.size == -(-len(node.tokens) // self.page_bytes),
-                    "pages of an edge",
-                )
+                require(pages.size == -(-len(node.tokens) // self.page_bytes), "pages of an edge")
                 if node.children is None:
                     num_leaves += 1
                     tail = self._tail_page(node)
                     if self.pool.ref_count[tail] > 1:
-                        require(
-                            node.blocked_by == tail, "a held tail that is not blocked"
-                        )
-                        require(
-                            self._blocked.get(tail) is node,
-                            "a blocked leaf is not listed",
-                        )
-                        require(
-                            bool(self.pool.watched[tail]),
-                            "a blocked tail is not watched",
-                        )
+                        require(node.blocked_by == tail, "a held tail that is not blocked")
+                        require(self._blocked.get(tail) is node, "a blocked leaf is not listed")
+                        require(bool(self.pool.watched[tail]), "a blocked tail is not watched")
                         require(node.key is None, "a held leaf among the evictable")
                     else:
-                        require(
-                            node.key == self._policy(node), "a leaf under an old key"
-                        )
-                        require(
-                            self._evictable.get(node.key) is node, "an unlisted leaf"
-                        )
+                        require(node.key == self._policy(node), "a leaf under an old key")
+                        require(self._evictable.get(node.key) is node, "an unlisted leaf")
                         require(node.blocked_by == 0, "a free leaf among the blocked")
                 else:
-                    require(len(node.children) > 1, "a node with one child")
-                    require(
-                        len(node.tokens) % self.page_bytes == 0,
-                        "an inner part-filled page",
-                    )
-                    require(
-                        node.key is None and not node.blocked_by,
-                        "an inner node to evict",
-                    )
+                    require(len(node.children) > 0, "an inner node without children")
+                    if len(node.children) == 1:
+                        (child,) = node.children.by_key.values()
+                        same = self._policy(node) == self._policy(child)
+                        require(not same or node.expires != child.expires, "an edge in two pieces")
+                    require(len(node.tokens) % self.page_bytes == 0, "an inner part-filled page")
+                    require(node.key is None and not node.blocked_by, "an inner node to evict")
             for node in [root, *self._nodes(root)]:
                 if node.children is None:
                     continue
@@ -721,26 +730,15 @@ class RadixTree:
                 require(keys == sorted(node.children.by_key), "the order of children")
                 for key, child in node.children.by_key.items():
                     require(child.parent is node, "a parent link")
-                    require(
-                        key == bytes(child.tokens[: self.page_bytes]), "a child's key"
-                    )
-                for left, right in zip(keys, keys[1:], strict=False):
-                    require(
-                        not right.startswith(left), "a key that is a prefix of another"
-                    )
+                    require(key == bytes(child.tokens[: self.page_bytes]), "a child's key")
+                for left, right in pairwise(keys):
+                    require(not right.startswith(left), "a key that is a prefix of another")
+        require(num_nodes == self.num_nodes, f"{num_nodes} nodes, counted {self.num_nodes}")
+        require(num_tokens == self.num_tokens, f"{num_tokens} tokens, counted {self.num_tokens}")
         require(
-            num_nodes == self.num_nodes, f"{num_nodes} nodes, counted {self.num_nodes}"
-        )
-        require(
-            num_tokens == self.num_tokens,
-            f"{num_tokens} tokens, counted {self.num_tokens}",
-        )
-        require(
-            num_leaves == len(self._evictable) + len(self._blocked),
-            "leaves that are not placed",
+            num_leaves == len(self._evictable) + len(self._blocked), "leaves that are not placed"
         )
         require(len(set(owned)) == len(owned), "a page that two nodes own")
         require(
-            sorted(owned) == np.flatnonzero(self.pool.in_tree).tolist(),
-            "the pages of the tree",
+            sorted(owned) == np.flatnonzero(self.pool.in_tree).tolist(), "the pages of the tree"
         )
