@@ -331,7 +331,9 @@ class Lease:
                 priority=priority,
                 expires=expires,
             )
-            differ = np.flatnonzero(pages != mine)
+            if num_tokens < self.num_tokens and num_tokens % cache.page_size:
+                count -= 1  # the tree's last page may hold other tokens after those committed
+            differ = np.flatnonzero(pages[:count] != mine[:count])
             if differ.size:
                 theirs, duplicates = pages[differ], mine[differ]
                 pool = cache.pool
@@ -577,17 +579,18 @@ class PrefixCache:
             pool.hold(keep)
             tree.settle(found.node)
             try:
-                fresh = self._allocate(num_pages - held.size, "acquire")
+                self._require_room(num_pages - held.size, "acquire")
             except CapacityError:
                 pool.drop(keep)
                 raise
+            if found.node is not None:
+                tree.touch(found.node)  # before eviction, which may join that node with another
+            fresh = self._allocate(num_pages - held.size, "acquire")
             if partial:
                 copied = found.num_tokens % page_size
                 self.storage.copy_page(partial, int(fresh[0]), copied)
                 self.cow_copies += 1
                 pool.drop(keep[-1:])
-            if found.node is not None:
-                tree.touch(found.node)
             pages = np.concatenate([held, fresh])
             self._fill_tail(pages, held.size * page_size, num_tokens)
             self.lookups += 1
@@ -838,8 +841,8 @@ class PrefixCache:
     def _require_layer(self, layer: int) -> int:
         return require_int("layer", layer, 0, self.spec.num_layers - 1)
 
-    def _allocate(self, count: int, name: str) -> PageIds:
-        """Take pages, evicting if needed; nothing changes if they cannot be had."""
+    def _require_room(self, count: int, name: str) -> None:
+        """Raise CapacityError unless ``count`` pages are free or evictable."""
         pool = self.pool
         if count > pool.num_available:
             held = pool.num_pages - pool.num_available
@@ -848,9 +851,13 @@ class PrefixCache:
                 f"of {pool.num_pages} are free or evictable ({held} are held); release leases "
                 f"or pins, or raise KVConfig.capacity"
             )
-        if count > pool.num_free:
-            self.tree.evict(count - pool.num_free)
-        return pool.allocate(count)
+
+    def _allocate(self, count: int, name: str) -> PageIds:
+        """Take pages, evicting if needed; nothing changes if they cannot be had."""
+        self._require_room(count, name)
+        if count > self.pool.num_free:
+            self.tree.evict(count - self.pool.num_free)
+        return self.pool.allocate(count)
 
     def _fill_tail(self, pages: PageIds, start: int, stop: int) -> None:
         """Note how full the pages of tokens from ``start`` on are; `stats` alone reads it."""

@@ -419,6 +419,7 @@ class RadixTree:
             parts.append(child.page_ids[cut_pages : cut_pages + 4])
         else:
             parts.append(fresh.tobytes())
+            parts = [b"".join(parts)]  # now: a part may be an edge that is about to grow
             if child is not None and shared == len(child.tokens):
                 self._grow(child, cut, rest, fresh)
                 end = child
@@ -459,6 +460,9 @@ class RadixTree:
         leaf.tokens[cut:] = tokens
         leaf.page_ids[4 * (cut // self.page_bytes) :] = page_ids.tobytes()
         self.num_tokens += (len(tokens) - len(old)) // TOKEN_BYTES
+        if superseded.size and superseded[0] == page_ids[0]:
+            self.pool.enter_tree(page_ids[1:])  # the same page, of which more is published now
+            return
         self.pool.enter_tree(page_ids)
         if superseded.size:
             freed = self.pool.leave_tree(superseded)
