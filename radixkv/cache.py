@@ -246,7 +246,7 @@ class Lease:
             page_size = cache.page_size
             more = -(-new // page_size) - self._num_pages
             tail = self._num_pages - 1
-            copies = int(old % page_size != 0 and cache.pool.ref_count[self._pages[tail]] > 1)
+            copies = int(old % page_size != 0 and cache.pool.count(self._pages[tail]) > 1)
             if more or copies:
                 pages = cache._allocate(more + copies, "extend")
                 if copies:
@@ -256,7 +256,6 @@ class Lease:
             if self.num_written == old:
                 self._chunk_start = old
             self._tokens += tokens
-            cache._fill_tail(self._pages, old, new)
             self._batch = None
 
     def fork(self) -> Lease:
@@ -293,7 +292,6 @@ class Lease:
             self._batch = None
             if gone.size:
                 cache.pool.drop(gone)
-            cache._fill_tail(self._pages, num_tokens, num_tokens)
 
     def commit(
         self,
@@ -338,7 +336,7 @@ class Lease:
                 theirs, duplicates = pages[differ], mine[differ]
                 pool = cache.pool
                 pool.hold(theirs)
-                for i in np.flatnonzero(pool.ref_count[duplicates] > 1).tolist():
+                for i in np.flatnonzero(pool.state[duplicates] > 1).tolist():
                     pool.stand_in(int(duplicates[i]), int(theirs[i]))
                 mine[differ] = theirs
                 pool.drop(duplicates)
@@ -398,7 +396,6 @@ class Lease:
         cache.storage.copy_page(int(old[0]), page_id, num_tokens)
         cache.cow_copies += 1
         self._pages[index] = page_id
-        cache._fill[page_id] = num_tokens
         cache.pool.drop(old)
         self._batch = None
 
@@ -410,7 +407,7 @@ class Lease:
         if start >= self.num_tokens:
             return
         pages = self._pages[first : self._num_pages]
-        shared = np.flatnonzero(cache.pool.ref_count[pages] > 1)
+        shared = np.flatnonzero(cache.pool.state[pages] > 1)
         if not shared.size:
             return
         fresh = cache._allocate(shared.size, "write")
@@ -548,7 +545,6 @@ class PrefixCache:
         self._num_timed = 0
         self._pin_count = np.zeros(num_pages + 1, dtype=np.int32)
         self._num_pinned = 0
-        self._fill = np.zeros(num_pages + 1, dtype=np.int32)
         self._now = time.monotonic
 
     # --- leases ------------------------------------------------------------------------
@@ -573,26 +569,25 @@ class PrefixCache:
         with self._guard:
             found = tree.match(tokens if full else tokens[:-TOKEN_BYTES], namespace)
             held = found.page_ids
-            partial = found.partial_page
-            num_pages = -(-num_tokens // page_size)
-            keep = held if not partial else np.append(held, np.int32(partial))
-            pool.hold(keep)
-            tree.settle(found.node)
+            need = -(-num_tokens // page_size) - held.size
+            if held.size:
+                pool.hold(held)
+                if found.child is None:
+                    tree.settle(found.node)
             try:
-                self._require_room(num_pages - held.size, "acquire")
+                self._require_room(need, "acquire")
             except CapacityError:
-                pool.drop(keep)
+                pool.drop(held)
                 raise
-            if found.node is not None:
-                tree.touch(found.node)  # before eviction, which may join that node with another
-            fresh = self._allocate(num_pages - held.size, "acquire")
-            if partial:
-                copied = found.num_tokens % page_size
-                self.storage.copy_page(partial, int(fresh[0]), copied)
+            tree.touch(found)  # before eviction, which may join or remove its nodes
+            fresh = self._allocate(need, "acquire")
+            source = found.partial_page
+            # Eviction may have taken the page that is copied, even for this lease: what it
+            # holds is there until somebody writes, and nobody did.
+            if source and source != fresh[0]:
+                self.storage.copy_page(source, int(fresh[0]), found.num_tokens % page_size)
                 self.cow_copies += 1
-                pool.drop(keep[-1:])
-            pages = np.concatenate([held, fresh])
-            self._fill_tail(pages, held.size * page_size, num_tokens)
+            pages = np.concatenate((held, fresh))
             self.lookups += 1
             self.lookup_tokens += num_tokens
             self.hit_tokens += found.num_tokens
@@ -631,9 +626,8 @@ class PrefixCache:
             self.pool.hold(pages)
             self._pin_count[pages] += 1
             self._num_pinned += more
-            self.tree.settle(found.node)
-            if found.node is not None:
-                self.tree.touch(found.node)
+            self.tree.settle(found.node if found.child is None else found.child)
+            self.tree.touch(found)
             expires = None if ttl is None else self._now() + ttl
             pin = Pin(self, pages, found.num_tokens, namespace, expires)
             self._pins.add(pin)
@@ -769,13 +763,15 @@ class PrefixCache:
         """Counts of this moment. Complexity: O(pages), vectorized."""
         with self._guard:
             pool, total = self.pool, self.pool.num_pages
-            owners, in_tree = pool.ref_count[1:], pool.in_tree[1:]
+            owners, in_tree = pool.ref_count, pool.in_tree
             in_use = owners > 0
             pinned = int(np.count_nonzero(in_tree & (owners > 1)))
             private = in_use & ~in_tree
             num_private = int(np.count_nonzero(private))
             used = int(np.count_nonzero(in_use))
-            stored = self.tree.num_tokens + int(self._fill[1:][private].sum())
+            stored = self.tree.num_tokens
+            if num_private:
+                stored += self._private_tokens(private)
             return CacheStats(
                 capacity_bytes=total * self.codec.bytes_per_page,
                 bytes_per_token=self.codec.bytes_per_token,
@@ -859,14 +855,18 @@ class PrefixCache:
             self.tree.evict(count - self.pool.num_free)
         return self.pool.allocate(count)
 
-    def _fill_tail(self, pages: PageIds, start: int, stop: int) -> None:
-        """Note how full the pages of tokens from ``start`` on are; `stats` alone reads it."""
-        first, last = start // self.page_size, -(-stop // self.page_size) - 1
-        if last < 0:
-            return
-        if last > first:
-            self._fill[pages[first:last]] = self.page_size
-        self._fill[pages[last]] = stop - last * self.page_size
+    def _private_tokens(self, private: NDArray[np.bool_]) -> int:
+        """Tokens in pages that leases alone own. Complexity: O(pages of leases)."""
+        fill = np.zeros(self.pool.num_pages + 1, dtype=np.int64)
+        for lease in list(self._leases):
+            if lease._num_pages and not lease._released:
+                last = lease._num_pages - 1
+                tail = lease._pages[last]
+                fill[lease._pages[:last]] = self.page_size
+                fill[tail] = max(fill[tail], lease.num_tokens - last * self.page_size)
+        for pin in self._pins:  # of a page that was superseded
+            fill[pin._pages] = self.page_size
+        return int(fill[private].sum())
 
     def _unpin(self, pin: Pin) -> None:
         if not pin._active:

@@ -57,12 +57,11 @@ def encode_tokens(token_ids: Any, *, name: str = "token_ids") -> bytes:
         except (TypeError, OverflowError):
             _refuse(token_ids, name)
             raise
-        if native.size:
-            # A bool passes for 0 or 1, so only those need a look at their type.
-            low = np.flatnonzero(native <= 1)
-            if low.size and any(not _is_integer(token_ids[i]) for i in low.tolist()):
-                _refuse(token_ids, name)
-            if int(native.max()) > MAX_TOKEN_ID:
+        # As signed numbers: too large ones are negative. A bool passes for 0 or 1, so only
+        # those need a look at their type.
+        if native.size and int(native.view(np.int32).min()) <= 1:
+            low = np.flatnonzero((native <= 1) | (native > MAX_TOKEN_ID)).tolist()
+            if any(native[i] > MAX_TOKEN_ID or not _is_integer(token_ids[i]) for i in low):
                 _refuse(token_ids, name)
     else:
         native = _as_array(token_ids, name)
@@ -155,11 +154,13 @@ def common_prefix(a: bytes | bytearray, b: bytes, start: int) -> int:
 class PageLedger(Protocol):
     """What the tree asks of the pool; `radixkv.pool.PagePool` says what each does."""
 
-    ref_count: NDArray[np.int32]
-    in_tree: NDArray[np.bool_]
-    watched: NDArray[np.bool_]
     on_release: Callable[[list[int]], None] | None
 
+    @property
+    def in_tree(self) -> NDArray[np.bool_]: ...
+    def count(self, page_id: int) -> int: ...
+    def watch(self, page_id: int, watched: bool) -> None: ...
+    def free_lone(self, page_ids: PageIds) -> int: ...
     def enter_tree(self, page_ids: PageIds) -> None: ...
     def leave_tree(self, page_ids: PageIds) -> int: ...
     def stand_in(self, page_id: int, tree_page: int) -> None: ...
@@ -276,13 +277,16 @@ class Match:
         num_tokens: its length.
         page_ids: its full pages. [num_tokens // page_size] int32.
         partial_page: the page that holds the tokens after those, or 0 if there are none.
-        node: the node in which it ends; None if nothing matched. For `touch` and `settle`.
+        node: the last node whose whole edge matched (or a root); child: the one in whose edge
+            the match ends; cut: bytes of the child's edge that are whole pages of the match.
     """
 
     num_tokens: int
     page_ids: PageIds
     partial_page: int
     node: Node | None
+    child: Node | None
+    cut: int
 
 
 class RadixTree:
@@ -323,25 +327,25 @@ class RadixTree:
     def match(self, tokens: bytes, namespace: Hashable = None) -> Match:
         """Find the longest prefix of ``tokens`` that the namespace holds; changes nothing.
 
-        A caller that wants to keep the pages holds them, then calls `settle` and `touch`.
+        A caller that wants to keep the pages holds them, then calls `settle`; `touch` counts
+        the match as a use. In between, the tree must not change.
 
         Complexity: O(len(tokens) / memcmp + edges * log(children)).
         """
         root = self.roots.get(namespace)
         if root is None or root.children is None:
-            return Match(0, _NO_PAGES, 0, None)
+            return Match(0, _NO_PAGES, 0, None, None, 0)
         node, child, shared, passed, parts = self._walk(root, tokens)
-        page_id = 0
+        page_id = cut = 0
         if child is not None:
             full = shared // self.page_bytes
-            parts.append(child.page_ids[: 4 * full])
-            if shared % self.page_bytes:
+            cut = full * self.page_bytes
+            if full:
+                parts.append(child.page_ids[: 4 * full])
+            if shared != cut:
                 page_id = int.from_bytes(child.page_ids[4 * full : 4 * full + 4], sys.byteorder)
         page_ids = np.frombuffer(b"".join(parts), dtype=np.int32)
-        end = node if child is None else child
-        return Match(
-            (passed + shared) // TOKEN_BYTES, page_ids, page_id, end if end.parent else None
-        )
+        return Match((passed + shared) // TOKEN_BYTES, page_ids, page_id, node, child, cut)
 
     def _walk(
         self, root: Node, tokens: bytes
@@ -400,6 +404,8 @@ class RadixTree:
 
         Complexity: as `match`, plus O(new tokens) and the bytes of an edge that is split.
         """
+        if not tokens:
+            return _NO_PAGES, None
         page_bytes = self.page_bytes
         root = self.roots.get(namespace)
         if root is None:
@@ -412,10 +418,11 @@ class RadixTree:
         fresh = page_ids[border // page_bytes :]
         if child is not None:
             parts.append(child.page_ids[:cut_pages])
-        if not rest:
+        inside = not rest
+        if inside:
             end = node if child is None else child
         elif child is not None and shared - cut == len(rest):
-            end = child  # all of it lies inside a page of the tree
+            inside, end = True, child  # all of it lies inside a page of the tree
             parts.append(child.page_ids[cut_pages : cut_pages + 4])
         else:
             parts.append(fresh.tobytes())
@@ -429,9 +436,10 @@ class RadixTree:
             else:
                 parent = self._split(child, cut) if child is not None and cut else node
                 end = self._add_leaf(parent, rest, fresh)
-        if end is root:
-            return _NO_PAGES, None
-        self.touch(end, priority, expires)
+        if inside:
+            self._touch_end(node, child, cut, priority, expires)
+        else:
+            self._touch_path(end, priority, expires)
         if end.children is None and end.key is None and not end.blocked_by:
             self._place(end)
         return np.frombuffer(b"".join(parts), dtype=np.int32), end
@@ -511,11 +519,35 @@ class RadixTree:
 
     # --- who may go --------------------------------------------------------------------
 
-    def touch(self, node: Node, priority: int | None = None, expires: float | None = None) -> None:
-        """Count the path to ``node`` as used now; raise its priority if one is given.
+    def touch(self, found: Match) -> None:
+        """Count what ``found`` matched as used now, to the page.
 
-        Complexity: O(depth + log(leaves)), and the bytes of edges that are joined.
+        An edge of which only a part matched is split there, so that its rest keeps its age;
+        but a single page that is left over counts as used too: it is mostly the last page of
+        a sequence that is asked for again, of which one token is always run anew.
+
+        Complexity: O(depth + log(leaves)), and the bytes of edges that are split or joined.
         """
+        if found.node is not None:
+            self._touch_end(found.node, found.child, found.cut)
+
+    def _touch_end(
+        self,
+        node: Node,
+        child: Node | None,
+        cut: int,
+        priority: int | None = None,
+        expires: float | None = None,
+    ) -> None:
+        if child is not None:
+            if len(child.tokens) <= cut + self.page_bytes:
+                node = child
+            elif cut:
+                node = self._split(child, cut)
+        if node.parent is not None:
+            self._touch_path(node, priority, expires)
+
+    def _touch_path(self, node: Node, priority: int | None, expires: float | None) -> None:
         self.clock += 1
         self._unkey(node)
         walk: Node | None = node
@@ -574,7 +606,7 @@ class RadixTree:
             self._place(node)
 
     def _is_held(self, leaf: Node) -> bool:
-        return bool(self.pool.ref_count[self._tail_page(leaf)] > 1)
+        return self.pool.count(self._tail_page(leaf)) > 1
 
     def _tail_page(self, leaf: Node) -> int:
         return int.from_bytes(leaf.page_ids[-4:], sys.byteorder)
@@ -582,10 +614,10 @@ class RadixTree:
     def _place(self, leaf: Node) -> None:
         """Put a leaf among the evictable ones, or the blocked ones if its last page is held."""
         tail = self._tail_page(leaf)
-        if self.pool.ref_count[tail] > 1:
+        if self.pool.count(tail) > 1:
             leaf.blocked_by = tail
             self._blocked[tail] = leaf
-            self.pool.watched[tail] = True
+            self.pool.watch(tail, True)
         else:
             leaf.key = self._policy(leaf)
             self._evictable[leaf.key] = leaf
@@ -596,7 +628,7 @@ class RadixTree:
             leaf.key = None
         elif leaf.blocked_by:
             del self._blocked[leaf.blocked_by]
-            self.pool.watched[leaf.blocked_by] = False
+            self.pool.watch(leaf.blocked_by, False)
             leaf.blocked_by = 0
 
     def _on_release(self, page_ids: list[int]) -> None:
@@ -623,30 +655,24 @@ class RadixTree:
     def _trim(self, leaf: Node, most: int) -> int:
         """Free up to ``most`` pages from the end of an edge, up to the first that is held."""
         self._unplace(leaf)
-        pages = np.frombuffer(bytes(leaf.page_ids[-4 * most :]), dtype=np.int32)
-        held = np.flatnonzero(self.pool.ref_count[pages] > 1)
-        if held.size:
-            pages = pages[held[-1] + 1 :]
-        if not pages.size:
-            self._place(leaf)
-            return 0
-        keep = len(leaf.page_ids) // 4 - pages.size
-        key = bytes(leaf.tokens[: self.page_bytes])
-        cut = keep * self.page_bytes
-        self.num_tokens -= (len(leaf.tokens) - cut) // TOKEN_BYTES
-        del leaf.tokens[cut:]
-        del leaf.page_ids[4 * keep :]
-        freed = self.pool.leave_tree(pages)
-        if keep:
-            self._place(leaf)
-        else:
-            self._remove(leaf, key)
+        freed = self.pool.free_lone(np.frombuffer(leaf.page_ids[-4 * most :], dtype=np.int32))
+        keep = len(leaf.page_ids) // 4 - freed
+        if not keep:
+            self.num_tokens -= len(leaf.tokens) // TOKEN_BYTES
+            self._remove(leaf)
+            return freed
+        if freed:
+            cut = keep * self.page_bytes
+            self.num_tokens -= (len(leaf.tokens) - cut) // TOKEN_BYTES
+            del leaf.tokens[cut:]
+            del leaf.page_ids[4 * keep :]
+        self._place(leaf)
         return freed
 
-    def _remove(self, leaf: Node, key: bytes) -> None:
+    def _remove(self, leaf: Node) -> None:
         parent = leaf.parent
         assert parent is not None and parent.children is not None
-        parent.children.remove(key)
+        parent.children.remove(bytes(leaf.tokens[: self.page_bytes]))
         self.num_nodes -= 1
         leaf.parent = None
         if parent.parent is None:
@@ -710,10 +736,9 @@ class RadixTree:
                 if node.children is None:
                     num_leaves += 1
                     tail = self._tail_page(node)
-                    if self.pool.ref_count[tail] > 1:
+                    if self.pool.count(tail) > 1:
                         require(node.blocked_by == tail, "a held tail that is not blocked")
                         require(self._blocked.get(tail) is node, "a blocked leaf is not listed")
-                        require(bool(self.pool.watched[tail]), "a blocked tail is not watched")
                         require(node.key is None, "a held leaf among the evictable")
                     else:
                         require(node.key == self._policy(node), "a leaf under an old key")
