@@ -231,10 +231,11 @@ class World:
         table = self.tree.get(namespace, {})
         whole = found.path[-1] if found.path else None
         if found.partial is not None:
-            if self._edge_goes_on(namespace, found.partial):
+            if self._edge_goes_on(namespace, found.partial) is not None:
                 keys.pop()
-        elif whole is not None and (rest := self._edge_goes_on(namespace, whole)):
-            if not self._edge_goes_on(namespace, rest):
+        elif whole is not None:
+            rest = self._edge_goes_on(namespace, whole)
+            if rest is not None and self._edge_goes_on(namespace, rest) is None:
                 keys.append(rest)
         if not keys:
             return
@@ -571,7 +572,9 @@ class World:
                 for held in self.leases
                 if page in held.pages
             ]
-            fills += max(tails, default=self.page_size)
+            if any(page in pinned.pages for pinned in self.pins):
+                tails.append(self.page_size)
+            fills += max(tails, default=0)
         assert stats.utilization == (fills / (len(owners) * self.page_size) if owners else 0.0)
         assert stats.lookups == self.counts["lookups"]
         assert stats.lookup_tokens == self.counts["lookup_tokens"]
@@ -591,7 +594,7 @@ class World:
             while stack:
                 node, before = stack.pop()
                 tokens = tuple(decode_tokens(bytes(node.tokens)).tolist())  # type: ignore[attr-defined]
-                page_ids = np.frombuffer(bytes(node.page_ids), dtype=np.int32)  # type: ignore[attr-defined]
+                page_ids = np.frombuffer(bytes(node.page_ids), dtype=np.int64)  # type: ignore[attr-defined]
                 key = self.cache.tree._policy(node)  # type: ignore[arg-type]
                 due = node.expires if self.eviction == "priority" else None  # type: ignore[attr-defined]
                 for i, page_id in enumerate(page_ids.tolist()):

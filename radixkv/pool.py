@@ -32,7 +32,7 @@ LONE = IN_TREE + 1  # the tree alone owns it: evictable
 
 NULL_PAGE = 0  # padding reads and writes land here; never handed out, outside the capacity
 
-PageIds = NDArray[np.int32]
+PageIds = NDArray[np.int64]  # as wide as an index: NumPy gathers by it three times as fast
 
 
 class PagePool:
@@ -59,7 +59,7 @@ class PagePool:
         self.num_evictable = 0
         self.on_release: Callable[[list[int]], None] | None = None
         # A stack with the lowest id on top, so that memory is touched only as pages are used.
-        self._free = np.arange(num_pages, 0, -1, dtype=np.int32)
+        self._free = np.arange(num_pages, 0, -1, dtype=np.int64)
         self._num_free = num_pages
         self._stand_ins: dict[int, int] = {}
 
@@ -107,13 +107,14 @@ class PagePool:
         state -= 1
         self.state[page_ids] = state
         self.num_evictable += int(np.count_nonzero(state == LONE))
-        if not state.min():
+        if np.count_nonzero(state) != state.size:
             self._push(page_ids[state == 0])
-        if int(state.max()) >= WATCHED:
-            lone = page_ids[state == LONE + WATCHED]
-            self.num_evictable += lone.size
-            if lone.size and self.on_release is not None:
-                self.on_release(lone.tolist())
+        lone = state == LONE + WATCHED
+        if np.count_nonzero(lone):
+            watched = page_ids[lone].tolist()
+            self.num_evictable += len(watched)
+            if self.on_release is not None:
+                self.on_release(watched)
 
     def watch(self, page_id: int, watched: bool) -> None:
         """Whether ``on_release`` is told when only the tree is left as the page's owner."""
@@ -143,7 +144,7 @@ class PagePool:
             how many were freed.
         """
         held = self.state.take(page_ids) != LONE
-        if held.any():
+        if np.count_nonzero(held):
             page_ids = page_ids[int(np.flatnonzero(held)[-1]) + 1 :]
         if page_ids.size:
             self.state[page_ids] = 0
@@ -175,9 +176,9 @@ class PagePool:
         """
         previous = self._stand_ins.get(page_id)
         self._stand_ins[page_id] = tree_page
-        self.hold(np.array([tree_page], dtype=np.int32))
+        self.hold(np.array([tree_page]))
         if previous is not None:
-            self.drop(np.array([previous], dtype=np.int32))
+            self.drop(np.array([previous]))
 
     def stand_ins(self) -> dict[int, int]:
         """Duplicates that still have holders, and the tree pages that they hold."""
@@ -190,7 +191,7 @@ class PagePool:
         if self._stand_ins:
             held = [self._stand_ins.pop(p) for p in freed.tolist() if p in self._stand_ins]
             for page_id in held:  # one at a time: two duplicates may hold one page
-                self.drop(np.array([page_id], dtype=np.int32))
+                self.drop(np.array([page_id]))
 
     @property
     def nbytes(self) -> int:
