@@ -78,6 +78,21 @@ class Lease:
     Release it, or use it as a context manager. One thread at a time may use a lease.
     """
 
+    __slots__ = (
+        "__weakref__",
+        "_batch",
+        "_cache",
+        "_chunk_start",
+        "_namespace",
+        "_num_cached",
+        "_num_pages",
+        "_pages",
+        "_released",
+        "_start",
+        "_tokens",
+        "_written",
+    )
+
     def __init__(
         self,
         cache: PrefixCache,
@@ -481,7 +496,8 @@ class _Guard:
     that gives back waits for the next call, and anything else that it asks is refused.
     """
 
-    def __init__(self, reclaim: Callable[[], None]) -> None:
+    def __init__(self, pending: Callable[[], Any], reclaim: Callable[[], None]) -> None:
+        self._pending = pending
         self.lock = threading.RLock()
         self._reclaim = reclaim
         self.inside = False
@@ -495,11 +511,12 @@ class _Guard:
                 "release() and unpin() may be"
             )
         self.inside = True
-        try:
-            self._reclaim()
-        except BaseException:
-            self.__exit__()
-            raise
+        if self._pending():
+            try:
+                self._reclaim()
+            except BaseException:
+                self.__exit__()
+                raise
 
     def __exit__(self, *_: object) -> None:
         self.inside = False
@@ -552,7 +569,7 @@ class PrefixCache:
         self.tree = RadixTree(self.page_size, self.pool, self.config.eviction)
         self.storage = PageStorage(self.codec, num_pages, self.device)
         self.lookups = self.lookup_tokens = self.hit_tokens = self.cow_copies = 0
-        self._guard = _Guard(self._reclaim)
+        self._guard = _Guard(self._has_returns, self._reclaim)
         self._returned: deque[PageIds | Pin] = deque()
         self._leases: dict[int, weakref.ref[Lease]] = {}  # for check() and stats()
         self._pins: set[Pin] = set()
@@ -899,12 +916,19 @@ class PrefixCache:
 
     def _give_back(self, what: PageIds | Pin) -> None:
         """Take pages or a pin back, now or, inside another call of this thread, after it."""
-        self._returned.append(what)
         guard = self._guard
         with guard.lock:
-            if not guard.inside:
-                with guard:
-                    pass
+            if guard.inside:
+                self._returned.append(what)
+                return
+            with guard:
+                if isinstance(what, Pin):
+                    self._unpin(what)
+                else:
+                    self.pool.drop(what)
+
+    def _has_returns(self) -> Any:
+        return self._returned or self._timed_pins or self.tree.expiries
 
     def _reclaim(self) -> None:
         """Take back what was given back or dropped, and what has outlived its time."""

@@ -94,17 +94,15 @@ class PagePool:
 
     def hold(self, page_ids: PageIds) -> None:
         """Add an owner to pages that have one already; each id at most once in the call."""
-        state = self.state.take(page_ids)
+        state = self.state[page_ids]
         self.num_evictable -= int(np.count_nonzero(state == LONE))
-        state += 1
-        self.state[page_ids] = state
+        self.state[page_ids] = state + 1
 
     def drop(self, page_ids: PageIds) -> None:
         """Take an owner other than the tree from pages; those left without one are free."""
         if not page_ids.size:
             return
-        state = self.state.take(page_ids)
-        state -= 1
+        state = self.state[page_ids] - 1
         self.state[page_ids] = state
         self.num_evictable += int(np.count_nonzero(state == LONE))
         if np.count_nonzero(state) != state.size:
@@ -137,20 +135,11 @@ class PagePool:
             self._push(freed)
         return int(freed.size)
 
-    def free_lone(self, page_ids: PageIds) -> int:
-        """Free the last pages of a run, up to one that has an owner beside the tree.
-
-        Returns:
-            how many were freed.
-        """
-        held = self.state.take(page_ids) != LONE
-        if np.count_nonzero(held):
-            page_ids = page_ids[int(np.flatnonzero(held)[-1]) + 1 :]
-        if page_ids.size:
-            self.state[page_ids] = 0
-            self.num_evictable -= page_ids.size
-            self._push(page_ids)
-        return int(page_ids.size)
+    def free_lone(self, page_ids: PageIds) -> None:
+        """Free pages that the tree alone owns."""
+        self.state[page_ids] = 0
+        self.num_evictable -= page_ids.size
+        self._push(page_ids)
 
     def count(self, page_id: int) -> int:
         """Owners of one page, the tree among them."""

@@ -167,7 +167,7 @@ class PageLedger(Protocol):
     def in_tree(self) -> NDArray[np.bool_]: ...
     def count(self, page_id: int) -> int: ...
     def watch(self, page_id: int, watched: bool) -> None: ...
-    def free_lone(self, page_ids: PageIds) -> int: ...
+    def free_lone(self, page_ids: PageIds) -> None: ...
     def enter_tree(self, page_ids: PageIds) -> None: ...
     def leave_tree(self, page_ids: PageIds) -> int: ...
     def stand_in(self, page_id: int, tree_page: int) -> None: ...
@@ -714,34 +714,49 @@ class RadixTree:
 
         Complexity: O(log(leaves)) a leaf, plus O(pages freed).
         """
-        freed = 0
-        while freed < num_pages and self._evictable:
-            _, leaf = self._evictable.peekitem(0)
-            freed += self._trim(leaf, num_pages - freed)
+        left, gone = num_pages, []
+        while left > 0 and self._evictable:
+            _, leaf = self._evictable.popitem(0)
+            leaf.key = None
+            gone.append(self._trim(leaf, left))
+            left -= len(gone[-1]) // ID_BYTES
+        freed = num_pages - left
+        if freed:
+            self.pool.free_lone(np.frombuffer(b"".join(gone), dtype=np.int64))
         self.evicted_pages += freed
         return freed
 
-    def _trim(self, leaf: Node, most: int) -> int:
-        """Free up to ``most`` pages from the end of an edge, up to the first that is held."""
-        freed = self.pool.free_lone(
-            np.frombuffer(leaf.page_ids[-ID_BYTES * most :], dtype=np.int64)
-        )
-        keep = len(leaf.page_ids) // ID_BYTES - freed
+    def _trim(self, leaf: Node, most: int) -> bytearray:
+        """Cut up to ``most`` pages off the end of an edge, up to the first that is held.
+
+        Returns:
+            their ids, as bytes; they are still to be freed.
+        """
+        count = len(leaf.page_ids) // ID_BYTES
+        keep = max(0, count - most)
+        # Who holds a page holds those before it: if the first is free to go, all are.
+        if self.pool.count(_page_at(leaf, keep)) > 1:
+            low, high = keep, count - 1  # the last one is nobody's, or it would be blocked
+            while high - low > 1:
+                middle = (low + high) // 2
+                if self.pool.count(_page_at(leaf, middle)) > 1:
+                    low = middle
+                else:
+                    high = middle
+            keep = high
+        gone = leaf.page_ids[ID_BYTES * keep :]
         if not keep:
-            self._unplace(leaf)
             self.num_tokens -= len(leaf.tokens) // TOKEN_BYTES
             self._remove(leaf)
-            return freed
+            return gone
         cut = keep * self.page_bytes
-        gone = len(leaf.tokens) - cut
-        self.num_tokens -= gone // TOKEN_BYTES
-        leaf.end -= gone
+        lost = len(leaf.tokens) - cut
+        self.num_tokens -= lost // TOKEN_BYTES
+        leaf.end -= lost
         del leaf.tokens[cut:]
         del leaf.page_ids[ID_BYTES * keep :]
-        if self._is_held(leaf):
-            self._unplace(leaf)
-            self._place(leaf)
-        return freed
+        self._place(leaf)
+        return gone
 
     def _remove(self, leaf: Node) -> None:
         parent = leaf.parent
