@@ -98,9 +98,7 @@ class Branch:
         self._check_open()
         engine = self._engine
         tails = engine.encode_continuations(self.token_ids, continuations)
-        request = ScoreRequest(
-            list(self.token_ids), tails, self.namespace, lease=self._take_fork()
-        )
+        request = ScoreRequest(list(self.token_ids), tails, self.namespace, lease=self._take_fork())
         scores: list[Score] = engine.run_all([request])[0]
         return scores
 
@@ -146,9 +144,7 @@ class Branch:
             return
         if self._lease is not None and self._lease.num_tokens == len(self.token_ids) - 1:
             return
-        request = PrefillRequest(
-            self.token_ids[:-1], self.namespace, lease=self._take_fork()
-        )
+        request = PrefillRequest(self.token_ids[:-1], self.namespace, lease=self._take_fork())
         lease: Lease | None = self._engine.run_all([request])[0]
         self._hold(lease)
 

@@ -11,7 +11,9 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Collection, Hashable, Iterator
 from collections.abc import Sequence as SequenceABC
-from dataclasses import dataclass, fieldsX
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +33,6 @@ from radixkv.request import (
     BeamRequest,
     Delta,
     Request,
-    Result,
     SampleRequest,
     Score,
     ScoreRequest,
@@ -132,9 +133,7 @@ class Engine:
         self.eos_token_ids = _eos_token_ids(model)
         self.vocab_size = self._runner.vocab_size
         self.max_positions = self._runner.max_positions
-        self.cache = PrefixCache(
-            self._runner.spec, kv, device=self._runner.device, backend=backend
-        )
+        self.cache = PrefixCache(self._runner.spec, kv, device=self._runner.device, backend=backend)
         self._scheduler = Scheduler(self.cache, self._forward, max_batch_tokens)
         self._step_lock = threading.RLock()
         self._stepping: int | None = None  # ident of the thread inside a step
@@ -202,9 +201,7 @@ class Engine:
         try:
             tokenizer = AutoTokenizer.from_pretrained(name_or_path, **shared)
         except (OSError, ValueError, KeyError) as error:
-            logger.warning(
-                "%s: no tokenizer (%s); prompts must be token ids", name_or_path, error
-            )
+            logger.warning("%s: no tokenizer (%s); prompts must be token ids", name_or_path, error)
             tokenizer = None
         return cls(
             model,
@@ -220,7 +217,10 @@ class Engine:
     def generate(
         self,
         prompts: Any,
-        params: SamplingParams | BeamParams | SequenceABC[SamplingParams | BeamParams] | None = None,
+        params: SamplingParams
+        | BeamParams
+        | SequenceABC[SamplingParams | BeamParams]
+        | None = None,
         *,
         namespace: Hashable = None,
         progress: bool = False,
@@ -399,14 +399,13 @@ class Engine:
                 request.start(self._scheduler)
         now = time.perf_counter()
         for request in list(self._live):
-            if request.aborted or (request.deadline is not None and now > request.deadline):
-                if not request.done:
-                    request.aborted = True
-                    request.abort()
-                    progressed[request] = None
+            late = request.deadline is not None and now > request.deadline
+            if (request.aborted or late) and not request.done:
+                request.aborted = True
+                request.abort()
+                progressed[request] = None
             if request.done:
                 del self._live[request]
-                self._count(request)
 
     def _deliver(self, outputs: list[Output], progressed: dict[Request, None]) -> None:
         rows: list[SamplerRow] = []
@@ -461,6 +460,8 @@ class Engine:
 
     def _put(self, requests: list[Request]) -> None:
         self.check_open()
+        for request in requests:
+            request.on_end = self._count
         with self._wake:
             self._inbox.extend(requests)
             self._wake.notify_all()
@@ -584,8 +585,7 @@ class Engine:
         for token_id in token_ids:
             if token_id >= self.vocab_size:
                 raise ValueError(
-                    f"{name}: expected ids below the vocabulary's {self.vocab_size}, "
-                    f"got {token_id}"
+                    f"{name}: expected ids below the vocabulary's {self.vocab_size}, got {token_id}"
                 )
 
     def sampling_params(self, params: Any, fields_: dict[str, Any]) -> SamplingParams:
@@ -704,7 +704,7 @@ class Engine:
         times = request.token_times
         if times:
             self._ttfts.append(times[0])
-            self._gaps.extend(b - a for a, b in zip(times, times[1:], strict=False) if b > a)
+            self._gaps.extend(b - a for a, b in pairwise(times) if b > a)
 
     def stats(self) -> EngineStats:
         """What has been done so far."""
@@ -716,7 +716,7 @@ class Engine:
             requests_done=totals["done"],
             requests_failed=totals["failed"],
             requests_aborted=totals["aborted"],
-            requests_live=len(self._live) + len(self._inbox),
+            requests_live=sum(not request.done for request in [*self._inbox, *self._live]),
             prompt_tokens=totals["prompt"],
             cached_tokens=totals["cached"],
             prefill_tokens=totals["prefill"],
@@ -891,11 +891,11 @@ def cpu_has_bfloat16() -> bool:
     """Whether this CPU multiplies bfloat16 itself (AVX-512 BF16 or AMX on x86, BF16 on Arm)."""
     flags: set[str] = set()
     try:
-        with open("/proc/cpuinfo", encoding="utf-8") as info:
-            for line in info:
-                if line.startswith(("flags", "Features")):
-                    flags = set(line.split())
-                    break
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return False
+    for line in lines:
+        if line.startswith(("flags", "Features")):
+            flags = set(line.split())
+            break
     return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})

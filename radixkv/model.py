@@ -41,6 +41,7 @@ _HARMLESS = {
     "num_items_in_batch",
     "output_attentions",
     "output_hidden_states",
+    "output_router_logits",
     "position_embeddings",
     "position_ids",
     "return_dict",
@@ -83,9 +84,8 @@ def _native_attention(module: torch.nn.Module, native: str) -> Callable[..., Any
 
     if native == "eager":
         # Eager attention lives in each model's own file, under one name.
-        return getattr(  # type: ignore[no-any-return]
-            sys.modules[type(module).__module__], "eager_attention_forward"
-        )
+        home: Any = sys.modules[type(module).__module__]
+        return home.eager_attention_forward  # type: ignore[no-any-return]
     return ALL_ATTENTION_FUNCTIONS[native]  # type: ignore[no-any-return]
 
 
@@ -208,7 +208,8 @@ def _check_seen(model: Any, seen: Mapping[int, _Seen]) -> None:
     if len(specs) > 1:
         raise _refuse(
             model,
-            f"its layers differ in (KV heads, head_dim, v_head_dim, dtype): {sorted(map(str, specs))}",
+            f"its layers differ in (KV heads, head_dim, v_head_dim, dtype): "
+            f"{', '.join(sorted(map(str, specs)))}",
             "one page layout must fit all layers",
         )
     known = {"scaling", "sliding_window", "softcap", "s_aux"} | _HARMLESS

@@ -168,6 +168,7 @@ class Request:
         self._deltas: deque[Delta] = deque()
         self._done = threading.Event()
         self._listeners: list[Callable[[], None]] = []
+        self.on_end: Callable[[Request], None] | None = None  # the engine's own book-keeping
         self._submitted = time.perf_counter()
         timeout_s = getattr(params, "timeout_s", None)
         self.deadline = None if timeout_s is None else self._submitted + timeout_s
@@ -302,6 +303,8 @@ class Request:
             self._lease = None
         self._result = result
         self.metrics.total_s = time.perf_counter() - self._submitted
+        if self.on_end is not None:
+            self.on_end(self)
         self._done.set()
         self._notify()
 

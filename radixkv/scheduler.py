@@ -150,7 +150,9 @@ class Scheduler:
             return outputs
         try:
             results: list[Tensor | Exception] = list(
-                self.forward(runs).split([run.stop - max(run.logits_from, run.start) for run in runs])
+                self.forward(runs).split(
+                    [run.stop - max(run.logits_from, run.start) for run in runs]
+                )
             )
         except Exception as error:
             # One sequence's bad numbers must not take its neighbours along: run each alone.

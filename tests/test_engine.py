@@ -97,7 +97,10 @@ def test_warm_equals_cold_batched_or_alone_in_any_order(tiny_model: Any, dtype: 
         batched = engine.generate([prompts[i] for i in order], **options)
         alone = [engine.generate(prompts[i], **options) for i in reversed(order)]
         check_idle(engine)
-    for results in (dict(zip(order, batched, strict=True)), dict(zip(reversed(order), alone, strict=True))):
+    for results in (
+        dict(zip(order, batched, strict=True)),
+        dict(zip(reversed(order), alone, strict=True)),
+    ):
         for i, result in results.items():
             assert result.samples[0].token_ids == cold[i].samples[0].token_ids
             for warm_top, cold_top in zip(
@@ -269,9 +272,7 @@ def test_prompt_logprobs_do_not_depend_on_the_cache(tiny_model: Any) -> None:
     base = random_ids(8)
     prompts = [base + random_ids(n, seed=n) for n in (3, 6, 9)]
     with torch.inference_mode():
-        dense = [
-            model(input_ids=torch.tensor([p])).logits[0].log_softmax(-1) for p in prompts
-        ]
+        dense = [model(input_ids=torch.tensor([p])).logits[0].log_softmax(-1) for p in prompts]
     import itertools
 
     for max_batch_tokens in (5, 1024):
@@ -540,9 +541,7 @@ def test_async_and_threads_give_what_one_call_gives(tiny_model: Any, byte_tokeni
         assert got == alone
 
         async def together() -> list[Any]:
-            calls = [
-                engine.agenerate(p, seed=i, max_new_tokens=12) for i, p in enumerate(prompts)
-            ]
+            calls = [engine.agenerate(p, seed=i, max_new_tokens=12) for i, p in enumerate(prompts)]
             return await asyncio.gather(*calls)
 
         assert [r.text for r in asyncio.run(together())] == alone

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,9 +137,7 @@ def test_warm_equals_cold(request: Any, dtype: str, text_ids: list[int]) -> None
     for results in (batched, alone):
         for i, warm in zip(order, results, strict=True):
             assert warm.samples[0].token_ids == cold[i].samples[0].token_ids
-            for a, b in zip(
-                warm.samples[0].logprobs, cold[i].samples[0].logprobs, strict=True
-            ):
+            for a, b in zip(warm.samples[0].logprobs, cold[i].samples[0].logprobs, strict=True):
                 common = a.keys() & b.keys()
                 spread = max(b.values()) - min(b.values())
                 worst = max(worst, max(abs(a[t] - b[t]) for t in common) / spread)
@@ -203,5 +202,5 @@ def test_process_memory_follows_bytes_per_token(loaded: Any) -> None:
 
 
 def resident_bytes() -> int:
-    with open("/proc/self/statm", encoding="ascii") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
