@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from numbers import Integral
 from typing import Any, TypeGuard
@@ -353,6 +353,10 @@ def _encode_text(tokenizer: Any, prompt: str) -> object:
 
 
 def _encode_chat(tokenizer: Any, chat: Sequence[Any]) -> object:
+    return _render_chat(tokenizer, chat, tokenize=True, return_dict=True)["input_ids"]
+
+
+def _render_chat(tokenizer: Any, chat: Sequence[Any], **options: Any) -> Any:
     for position, message in enumerate(chat):
         role = message.get("role")
         if not isinstance(role, str) or not role:
@@ -381,12 +385,59 @@ def _encode_chat(tokenizer: Any, chat: Sequence[Any]) -> object:
 
         try:
             return tokenizer.apply_chat_template(
-                [dict(message) for message in chat],
-                tokenize=True,
-                add_generation_prompt=True,
-                return_dict=True,
-            )["input_ids"]
+                [dict(message) for message in chat], add_generation_prompt=True, **options
+            )
         except jinja2.TemplateError as error:
             raise ValueError(
                 f"prompt: expected messages that the chat template accepts, got {error}"
             ) from error
+
+
+def encode_continuation(tokenizer: Any, tail: object, *, vocab_size: int) -> list[int]:
+    """Token ids of text or ids that go on where other tokens end: no special tokens are added.
+
+    Raises:
+        TypeError, ValueError: as `encode_prompt`; a chat or an empty continuation too.
+    """
+    if isinstance(tail, str) and tail and tokenizer is not None:
+        with tokenizer_lock(tokenizer):
+            tail = list(tokenizer(tail, add_special_tokens=False)["input_ids"])
+    elif is_prompt(tail) and _is_sequence(tail) and isinstance(tail[0], Mapping):
+        raise TypeError("continuation: expected text or token ids, got a chat")
+    return encode_prompt(tokenizer, tail, vocab_size=vocab_size)
+
+
+def encode_messages(
+    tokenizer: Any,
+    messages: Sequence[Any],
+    *,
+    last_token_id: int,
+    eos_token_ids: Collection[int],
+    vocab_size: int,
+) -> list[int]:
+    """Token ids by which the chat template continues a conversation with ``messages``.
+
+    They begin where the assistant's last turn ends, with what closes it (unless that is the
+    token that the conversation ends with already), and end with the opening of its next turn.
+
+    Args:
+        last_token_id: the last token of the conversation so far.
+        eos_token_ids: tokens that close an assistant's turn.
+    Raises:
+        TypeError, ValueError: as `encode_prompt` for a chat; or a template that does not render
+            the assistant's text as it is, so that the continuation cannot be told.
+    """
+    mark = "\N{OBJECT REPLACEMENT CHARACTER}radixkv\N{OBJECT REPLACEMENT CHARACTER}"
+    opening = [{"role": "user", "content": "-"}, {"role": "assistant", "content": mark}]
+    rendered = _render_chat(tokenizer, [*opening, *messages], tokenize=False)
+    before, found, text = rendered.partition(mark)
+    if not found or mark in text:
+        raise ValueError(
+            "messages: expected a chat template that renders the assistant's text once, as it "
+            "is; append text or token ids instead"
+        )
+    with tokenizer_lock(tokenizer):
+        if last_token_id in eos_token_ids:
+            text = text.removeprefix(tokenizer.decode([last_token_id]))
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return encode_prompt(None, list(ids), vocab_size=vocab_size)
