@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Collection, Hashable, Iterator
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, fields
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -701,10 +700,9 @@ class Engine:
         totals["cached"] += request.cached_tokens
         totals["prefill"] += request.metrics.prefill_tokens
         totals["decode"] += request.metrics.decode_tokens
-        times = request.token_times
-        if times:
-            self._ttfts.append(times[0])
-            self._gaps.extend(b - a for a, b in pairwise(times) if b > a)
+        if request.num_tokens:
+            self._ttfts.append(request.metrics.ttft_s)
+        self._gaps.extend(request.token_gaps)
 
     def stats(self) -> EngineStats:
         """What has been done so far."""
@@ -858,7 +856,7 @@ def _show_progress(engine: Engine, requests: list[Request]) -> None:
         task = bar.add_task("requests", total=len(requests), rate=0.0, hits=0.0)
         while True:
             done = sum(request.done for request in requests)
-            tokens = sum(len(request.token_times) for request in requests)
+            tokens = sum(request.num_tokens for request in requests)
             prompts = sum(len(request.prompt_token_ids) for request in requests)
             cached = sum(request.cached_tokens for request in requests)
             bar.update(

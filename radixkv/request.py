@@ -144,6 +144,8 @@ class Request:
         namespace: whose cache it uses.
         cached_tokens: prompt tokens found in the cache; 0 until it is admitted.
         error: why it failed; None otherwise.
+        num_tokens: generated so far, over all samples.
+        token_gaps: seconds between the tokens of one sample, over all samples.
     """
 
     def __init__(
@@ -162,7 +164,10 @@ class Request:
         self.error: BaseException | None = None
         self.aborted = False
         self.metrics = Metrics()
-        self.token_times: list[float] = []
+        self.num_tokens = 0
+        self.token_gaps: list[float] = []
+        self._last_token: dict[int, float] = {}  # by sample
+        self._queued = True
         self._record = record
         self._lease = lease
         self._deltas: deque[Delta] = deque()
@@ -248,17 +253,21 @@ class Request:
     def count(self, output: Output) -> None:
         """Keep the times and token counts of `metrics`."""
         num_prompt = len(self.prompt_token_ids)
-        if output.sequence.num_cached is not None and not self.metrics.queue_s:
-            self.metrics.queue_s = time.perf_counter() - self._submitted
+        if self._queued and output.sequence.admitted_at is not None:
+            self._queued = False
+            self.metrics.queue_s = output.sequence.admitted_at - self._submitted
         prefill = max(0, min(output.stop, num_prompt) - output.start)
         self.metrics.prefill_tokens += prefill
         self.metrics.decode_tokens += output.stop - output.start - prefill
 
-    def _note_token(self) -> None:
-        now = time.perf_counter() - self._submitted
-        if not self.token_times:
-            self.metrics.ttft_s = now
-        self.token_times.append(now)
+    def _note_token(self, index: int = 0) -> None:
+        now = time.perf_counter()
+        if not self.num_tokens:
+            self.metrics.ttft_s = now - self._submitted
+        if index in self._last_token:
+            self.token_gaps.append(now - self._last_token[index])
+        self._last_token[index] = now
+        self.num_tokens += 1
 
     def _emit(self, delta: Delta) -> None:
         if self._record:
@@ -422,7 +431,7 @@ class SampleRequest(Request):
         state.cumulative_logprob += token.logprob
         if token.top is not None:
             state.logprobs.append(token.top)
-        self._note_token()
+        self._note_token(index)
         text = ""
         if token.token_id in self._stop_ids:
             state.finish_reason, state.stop_reason = "stop", token.token_id

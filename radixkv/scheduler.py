@@ -9,6 +9,7 @@ waiting; what it computed stays in the tree, so that going on is mostly a hit.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from itertools import count
@@ -40,6 +41,7 @@ class Sequence:
         num_cached: tokens found in the cache when it was first admitted; None before.
         arrival: order of age; lower is older.
         passed_over: admissions of younger ones while this one waited.
+        admitted_at: `time.perf_counter` when it first got its pages.
         furthest: the most tokens that were ever computed; going beyond it is progress.
     """
 
@@ -53,6 +55,7 @@ class Sequence:
     num_cached: int | None = None
     arrival: int = 0
     passed_over: int = 0
+    admitted_at: float | None = None
     furthest: int = 0
 
     @property
@@ -196,6 +199,8 @@ class Scheduler:
                 continue
             self.waiting.remove(seq)
             self.running.append(seq)
+            if seq.admitted_at is None:
+                seq.admitted_at = time.perf_counter()
             for other in self.waiting:
                 other.passed_over += other.arrival < seq.arrival
             if not seq.num_pending:  # all of it was cached, and its owner wants no logits

@@ -430,7 +430,7 @@ def encode_messages(
     mark = "\N{OBJECT REPLACEMENT CHARACTER}radixkv\N{OBJECT REPLACEMENT CHARACTER}"
     opening = [{"role": "user", "content": "-"}, {"role": "assistant", "content": mark}]
     rendered = _render_chat(tokenizer, [*opening, *messages], tokenize=False)
-    before, found, text = rendered.partition(mark)
+    _before, found, text = rendered.partition(mark)
     if not found or mark in text:
         raise ValueError(
             "messages: expected a chat template that renders the assistant's text once, as it "
