@@ -566,13 +566,24 @@ class PrefixCache:
             keep = held if not partial else np.append(held, np.int32(partial))
             pool.hold(keep)
             tree.settle(found.node)
+            num_cached = found.num_tokens
             try:
                 fresh = self._allocate(num_pages - held.size, "acquire")
             except CapacityError:
-                pool.drop(keep)
-                raise
+                if not partial:
+                    pool.drop(keep)
+                    raise
+                # The page to copy from may be the very one that is needed: do without it.
+                pool.drop(keep[-1:])
+                keep, partial = held, 0
+                num_cached = held.size * page_size
+                try:
+                    fresh = self._allocate(num_pages - held.size, "acquire")
+                except CapacityError:
+                    pool.drop(keep)
+                    raise
             if partial:
-                copied = found.num_tokens % page_size
+                copied = num_cached % page_size
                 self.storage.copy_page(partial, int(fresh[0]), copied)
                 self.cow_copies += 1
                 pool.drop(keep[-1:])
@@ -582,11 +593,9 @@ class PrefixCache:
             self._fill_tail(pages, held.size * page_size, num_tokens)
             self.lookups += 1
             self.lookup_tokens += num_tokens
-            self.hit_tokens += found.num_tokens
-            written = [found.num_tokens] * self.spec.num_layers
-            return Lease(
-                self, bytearray(tokens), pages, found.num_tokens, namespace, written
-            )
+            self.hit_tokens += num_cached
+            written = [num_cached] * self.spec.num_layers
+            return Lease(self, bytearray(tokens), pages, num_cached, namespace, written)
 
     def match(self, token_ids: Any, namespace: Hashable = None) -> int:
         """How many leading tokens are cached; changes nothing, not even the eviction order."""

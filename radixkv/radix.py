@@ -429,7 +429,7 @@ class RadixTree:
             end = child  # all of it lies inside a page of the tree
             parts.append(child.page_ids[cut_pages : cut_pages + 4])
         else:
-            parts.append(fresh.tobytes())
+            parts = [b"".join(parts), fresh.tobytes()]  # before an edge among them grows
             if child is not None and shared == len(child.tokens):
                 self._grow(child, cut, rest, fresh)
                 end = child
