@@ -99,9 +99,7 @@ class Lease:
         self._num_cached = num_cached
         self._namespace = namespace
         self._written = written  # tokens with KV, by layer
-        self._chunk_start = written[
-            0
-        ]  # tokens from here on came last: the queries of attend
+        self._chunk_start = written[0]  # tokens from here on came last: the queries of attend
         self._batch: tuple[int, AttentionBatch] | None = None
         self._released = False
         cache._leases.add(self)
@@ -228,9 +226,7 @@ class Lease:
         Returns:
             [new tokens, num_q_heads, v_head_dim], q's dtype.
         """
-        return self._cache.attend_batch(
-            layer, q, [self], softmax_scale=softmax_scale, **rule
-        )
+        return self._cache.attend_batch(layer, q, [self], softmax_scale=softmax_scale, **rule)
 
     # --- growing, sharing, shrinking ---------------------------------------------------
 
@@ -256,9 +252,7 @@ class Lease:
             page_size = cache.page_size
             more = -(-new // page_size) - self._num_pages
             tail = self._num_pages - 1
-            copies = int(
-                old % page_size != 0 and cache.pool.ref_count[self._pages[tail]] > 1
-            )
+            copies = int(old % page_size != 0 and cache.pool.ref_count[self._pages[tail]] > 1)
             if more or copies:
                 pages = cache._allocate(more + copies, "extend")
                 if copies:
@@ -538,9 +532,7 @@ class PrefixCache:
 
     # --- leases ------------------------------------------------------------------------
 
-    def acquire(
-        self, token_ids: Any, *, namespace: Hashable = None, full: bool = False
-    ) -> Lease:
+    def acquire(self, token_ids: Any, *, namespace: Hashable = None, full: bool = False) -> Lease:
         """Take the longest cached prefix and pages for the rest; all or nothing.
 
         Args:
@@ -603,9 +595,7 @@ class PrefixCache:
         with self._lock:
             return self.tree.match(tokens, namespace).num_tokens
 
-    def pin(
-        self, token_ids: Any, namespace: Hashable = None, *, ttl: float | None = None
-    ) -> Pin:
+    def pin(self, token_ids: Any, namespace: Hashable = None, *, ttl: float | None = None) -> Pin:
         """Keep what is cached of a prefix from eviction.
 
         Args:
@@ -694,11 +684,7 @@ class PrefixCache:
                 query_lens = [q.shape[0]]
             else:
                 query_lens = [lease.num_tokens - lease._chunk_start for lease in leases]
-        if (
-            not leases
-            or len(query_lens) != len(leases)
-            or sum(query_lens) != q.shape[0]
-        ):
+        if not leases or len(query_lens) != len(leases) or sum(query_lens) != q.shape[0]:
             raise ValueError(
                 f"q: expected {list(query_lens)} rows for {len(leases)} leases, got {q.shape[0]}; "
                 f"say how many are whose with query_lens"
@@ -708,9 +694,7 @@ class PrefixCache:
             for lease, rows in zip(leases, query_lens, strict=True):
                 lease._require_open()
                 if lease._cache is not self:
-                    raise ValueError(
-                        "leases: expected leases of this cache, got another's"
-                    )
+                    raise ValueError("leases: expected leases of this cache, got another's")
                 if lease._written[layer_idx] < lease.num_tokens:
                     raise ValueError(
                         f"attend: {lease._written[layer_idx]} of {lease.num_tokens} tokens have "
@@ -795,13 +779,10 @@ class PrefixCache:
                 lookups=self.lookups,
                 lookup_tokens=self.lookup_tokens,
                 hit_tokens=self.hit_tokens,
-                hit_rate=self.hit_tokens / self.lookup_tokens
-                if self.lookup_tokens
-                else 0.0,
+                hit_rate=self.hit_tokens / self.lookup_tokens if self.lookup_tokens else 0.0,
                 evicted_pages=self.tree.evicted_pages,
                 cow_copies=self.cow_copies,
-                shared_bytes_saved=int((owners[in_use] - 1).sum())
-                * self.codec.bytes_per_page,
+                shared_bytes_saved=int((owners[in_use] - 1).sum()) * self.codec.bytes_per_page,
                 nodes=self.tree.num_nodes,
                 utilization=stored / (used * self.page_size) if used else 0.0,
             )
@@ -820,9 +801,7 @@ class PrefixCache:
                 if not lease._released:
                     size = -(-lease.num_tokens // self.page_size)
                     if lease._num_pages != size:
-                        self._broken(
-                            f"a lease of {size} pages lists {lease._num_pages}"
-                        )
+                        self._broken(f"a lease of {size} pages lists {lease._num_pages}")
                     np.add.at(owners, lease._pages[: lease._num_pages], 1)
             pins = np.zeros_like(owners)
             for pin in self._pins:
@@ -837,18 +816,14 @@ class PrefixCache:
                     f"page {page_id} has {owners[page_id]} owners, "
                     f"counted {pool.ref_count[page_id]}"
                 )
-            if (pins != self._pin_count).any() or np.count_nonzero(
-                pins
-            ) != self._num_pinned:
+            if (pins != self._pin_count).any() or np.count_nonzero(pins) != self._num_pinned:
                 self._broken("the count of pinned pages")
             free = np.sort(pool.free_pages())
             if not np.array_equal(free, np.flatnonzero(owners[1:] == 0) + 1):
                 self._broken("the free list is not the pages without an owner")
             lone = int(np.count_nonzero(pool.in_tree & (owners == 1)))
             if lone != pool.num_evictable:
-                self._broken(
-                    f"{lone} pages are evictable, counted {pool.num_evictable}"
-                )
+                self._broken(f"{lone} pages are evictable, counted {pool.num_evictable}")
 
     # --- inside ------------------------------------------------------------------------
 
@@ -897,7 +872,5 @@ class PrefixCache:
             self.pool.drop(self._abandoned.popleft())
         if self._pins:
             now = self._now()
-            for pin in [
-                p for p in self._pins if p._expires is not None and p._expires <= now
-            ]:
+            for pin in [p for p in self._pins if p._expires is not None and p._expires <= now]:
                 self._unpin(pin)

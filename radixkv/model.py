@@ -397,7 +397,7 @@ class ModelRunner:
         if self._keeps_logits:
             keywords["logits_to_keep"] = batch.logit_rows
         with torch.inference_mode(), attending(handler):
-            logits = self.model(input_ids=batch.input_ids, **keywords).logits[0]
+            logits: Tensor = self.model(input_ids=batch.input_ids, **keywords).logits[0]
         if len(served) != self.spec.num_layers:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__}: {len(served)} of {self.spec.num_layers} layers "

@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 
     from radixkv.quant import KVCodec, LayerPages
 
-NULL_PAGE = (
-    0  # padding reads and writes land here; never handed out, outside the capacity
-)
+NULL_PAGE = 0  # padding reads and writes land here; never handed out, outside the capacity
 
 PageIds = NDArray[np.int32]
 
@@ -95,9 +93,7 @@ class PagePool:
     def hold(self, page_ids: PageIds) -> None:
         """Add an owner to pages that have one already; each id at most once in the call."""
         counts = self.ref_count[page_ids]
-        self.num_evictable -= int(
-            np.count_nonzero(self.in_tree[page_ids] & (counts == 1))
-        )
+        self.num_evictable -= int(np.count_nonzero(self.in_tree[page_ids] & (counts == 1)))
         self.ref_count[page_ids] = counts + 1
 
     def drop(self, page_ids: PageIds) -> None:
@@ -154,9 +150,7 @@ class PagePool:
         self._free[self._num_free : self._num_free + freed.size] = freed[::-1]
         self._num_free += int(freed.size)
         if self._stand_ins:
-            held = [
-                self._stand_ins.pop(p) for p in freed.tolist() if p in self._stand_ins
-            ]
+            held = [self._stand_ins.pop(p) for p in freed.tolist() if p in self._stand_ins]
             for page_id in held:  # one at a time: two duplicates may hold one page
                 self.drop(np.array([page_id], dtype=np.int32))
 
@@ -202,9 +196,7 @@ class PageStorage:
         outer = (spec.num_layers, num_pages + 1, spec.num_kv_heads, page_size)
         poison = os.environ.get("RADIXKV_POISON") == "1"
 
-        def fresh(
-            width: int, dtype: torch.dtype, poison_byte: int | None
-        ) -> torch.Tensor:
+        def fresh(width: int, dtype: torch.dtype, poison_byte: int | None) -> torch.Tensor:
             tensor = torch.empty((*outer, width), dtype=dtype, device=device)
             if poison and poison_byte is not None:
                 tensor.view(torch.uint8).fill_(poison_byte)
@@ -221,9 +213,7 @@ class PageStorage:
         )
         for tensor in self.pages:
             _as_bytes(tensor)[:, NULL_PAGE] = 0  # padding reads finite values
-        self._layers = [
-            LayerPages(*(t[i] for t in self.pages)) for i in range(spec.num_layers)
-        ]
+        self._layers = [LayerPages(*(t[i] for t in self.pages)) for i in range(spec.num_layers)]
         self._copied = [_as_bytes(t) for t in self.pages if t.numel()]
 
     def layer(self, layer_idx: int) -> LayerPages:

@@ -63,9 +63,7 @@ def encode_tokens(token_ids: Any, *, name: str = "token_ids") -> bytes:
                 _refuse(token_ids, name)
     else:
         native = _as_array(token_ids, name)
-    return (
-        native.byteswap().tobytes() if sys.byteorder == "little" else native.tobytes()
-    )
+    return native.byteswap().tobytes() if sys.byteorder == "little" else native.tobytes()
 
 
 def decode_tokens(tokens: bytes | bytearray | memoryview) -> NDArray[np.int64]:
@@ -89,9 +87,7 @@ def _as_array(token_ids: Any, name: str) -> NDArray[np.uint32]:
     if values.ndim != 1:
         raise TypeError(f"{expected}, got {values.ndim} dimensions; flatten it first")
     if values.size and values.dtype.kind not in "iu":
-        raise TypeError(
-            f"{expected}, got dtype {values.dtype}; convert it to integers first"
-        )
+        raise TypeError(f"{expected}, got dtype {values.dtype}; convert it to integers first")
     if values.size:
         low, high = int(values.min()), int(values.max())
         if low < 0 or high > MAX_TOKEN_ID:
@@ -118,9 +114,7 @@ def _refuse(token_ids: Any, name: str) -> None:
         try:
             token_id = value.__index__()
         except TypeError as error:
-            raise TypeError(
-                f"{name}[{i}]: expected an integer token id, got {value!r}"
-            ) from error
+            raise TypeError(f"{name}[{i}]: expected an integer token id, got {value!r}") from error
         if not 0 <= token_id <= MAX_TOKEN_ID:
             raise ValueError(
                 f"{name}[{i}]: expected an id from 0 to {MAX_TOKEN_ID}, got {token_id}"
@@ -199,11 +193,7 @@ class Children:
     def closest(self, key: bytes) -> tuple[Node, int] | None:
         """The child that shares the most bytes with ``key``, if any are shared, and how many."""
         order = self.order
-        at = (
-            bisect_left(order, key)
-            if isinstance(order, list)
-            else order.bisect_left(key)
-        )
+        at = bisect_left(order, key) if isinstance(order, list) else order.bisect_left(key)
         best, shared = b"", 0
         for i in (at - 1, at):
             if 0 <= i < len(order):
@@ -240,9 +230,7 @@ class Node:
         "tokens",
     )
 
-    def __init__(
-        self, tokens: bytearray, page_ids: bytearray, parent: Node | None
-    ) -> None:
+    def __init__(self, tokens: bytearray, page_ids: bytearray, parent: Node | None) -> None:
         self.tokens = tokens
         self.page_ids = page_ids
         self.parent = parent
@@ -342,9 +330,7 @@ class RadixTree:
             full = shared // self.page_bytes
             parts.append(child.page_ids[: 4 * full])
             if shared % self.page_bytes:
-                page_id = int.from_bytes(
-                    child.page_ids[4 * full : 4 * full + 4], sys.byteorder
-                )
+                page_id = int.from_bytes(child.page_ids[4 * full : 4 * full + 4], sys.byteorder)
         page_ids = np.frombuffer(b"".join(parts), dtype=np.int32)
         end = node if child is None else child
         return Match(
@@ -511,9 +497,7 @@ class RadixTree:
 
     # --- who may go --------------------------------------------------------------------
 
-    def touch(
-        self, node: Node, priority: int = 0, expires: float | None = None
-    ) -> None:
+    def touch(self, node: Node, priority: int = 0, expires: float | None = None) -> None:
         """Count the path to ``node`` as used now.
 
         Complexity: O(depth + log(leaves)).
@@ -641,9 +625,7 @@ class RadixTree:
         for node in list(self._nodes(root)):
             if node.children is None:
                 self._unplace(node)
-            freed += self.pool.leave_tree(
-                np.frombuffer(bytes(node.page_ids), dtype=np.int32)
-            )
+            freed += self.pool.leave_tree(np.frombuffer(bytes(node.page_ids), dtype=np.int32))
             self.num_nodes -= 1
             self.num_tokens -= len(node.tokens) // TOKEN_BYTES
         return freed
@@ -684,9 +666,7 @@ class RadixTree:
                     num_leaves += 1
                     tail = self._tail_page(node)
                     if self.pool.ref_count[tail] > 1:
-                        require(
-                            node.blocked_by == tail, "a held tail that is not blocked"
-                        )
+                        require(node.blocked_by == tail, "a held tail that is not blocked")
                         require(
                             self._blocked.get(tail) is node,
                             "a blocked leaf is not listed",
@@ -697,12 +677,8 @@ class RadixTree:
                         )
                         require(node.key is None, "a held leaf among the evictable")
                     else:
-                        require(
-                            node.key == self._policy(node), "a leaf under an old key"
-                        )
-                        require(
-                            self._evictable.get(node.key) is node, "an unlisted leaf"
-                        )
+                        require(node.key == self._policy(node), "a leaf under an old key")
+                        require(self._evictable.get(node.key) is node, "an unlisted leaf")
                         require(node.blocked_by == 0, "a free leaf among the blocked")
                 else:
                     require(len(node.children) > 1, "a node with one child")
@@ -721,16 +697,10 @@ class RadixTree:
                 require(keys == sorted(node.children.by_key), "the order of children")
                 for key, child in node.children.by_key.items():
                     require(child.parent is node, "a parent link")
-                    require(
-                        key == bytes(child.tokens[: self.page_bytes]), "a child's key"
-                    )
+                    require(key == bytes(child.tokens[: self.page_bytes]), "a child's key")
                 for left, right in zip(keys, keys[1:], strict=False):
-                    require(
-                        not right.startswith(left), "a key that is a prefix of another"
-                    )
-        require(
-            num_nodes == self.num_nodes, f"{num_nodes} nodes, counted {self.num_nodes}"
-        )
+                    require(not right.startswith(left), "a key that is a prefix of another")
+        require(num_nodes == self.num_nodes, f"{num_nodes} nodes, counted {self.num_nodes}")
         require(
             num_tokens == self.num_tokens,
             f"{num_tokens} tokens, counted {self.num_tokens}",

@@ -559,26 +559,29 @@ class BeamRequest(Request):
             self._remove(seq, commit=len(self.prompt_token_ids))
 
     def partial_result(self) -> Result:
-        samples = []
-        for i, beam in enumerate(self._search.results()):
-            stream = TextStream(
-                self._tokenizer, skip_special_tokens=self.params.skip_special_tokens
-            )
-            shown = beam.token_ids[:-1] if beam.finish_reason == "stop" else beam.token_ids
-            text = stream.push(shown) + stream.finish()
-            reason = beam.finish_reason if self._search.done else "abort"
-            samples.append(
+        num_prompt = len(self.prompt_token_ids)
+        if self._search.done:
+            samples = [
                 Sample(
                     token_ids=beam.token_ids,
-                    text=text,
-                    finish_reason=reason,
+                    text=self._text(beam.token_ids, ended=beam.finish_reason == "stop"),
+                    finish_reason=beam.finish_reason,
                     stop_reason=beam.stop_reason,
                     cumulative_logprob=beam.cumulative_logprob,
                     score=beam.score,
                 )
-            )
-            self._emit(Delta(i, text, beam.token_ids, reason))
+                for beam in self._search.results()
+            ]
+        else:  # aborted: the live beams as they stand
+            tails = [seq.token_ids[num_prompt:] for seq in self._beams]
+            samples = [Sample(ids, self._text(ids, ended=False), "abort") for ids in tails]
+        for i, sample in enumerate(samples):
+            self._emit(Delta(i, sample.text, sample.token_ids, sample.finish_reason))
         return Result(self.prompt_token_ids, samples, self.cached_tokens, None, self.metrics)
+
+    def _text(self, token_ids: list[int], *, ended: bool) -> str:
+        stream = TextStream(self._tokenizer, skip_special_tokens=self.params.skip_special_tokens)
+        return stream.push(token_ids[:-1] if ended else token_ids) + stream.finish()
 
 
 class ScoreRequest(Request):

@@ -311,12 +311,12 @@ class Scheduler:
             youngest = max(self.running, key=lambda seq: seq.arrival)
             self._stalls += 1
             if self._stalls > 2 * (len(self.running) + len(self.waiting)):
-                error = CapacityError(
+                full = CapacityError(
                     f"{self.cache.pool.num_pages} pages: expected room for all sequences of a "
                     f"request at once, but other leases or pins hold it; release them, or make "
                     f"the engine with a larger KVConfig.capacity"
                 )
-                outputs.append(Output(youngest, 0, 0, 0, None, error))
+                outputs.append(Output(youngest, 0, 0, 0, None, full))
                 self._stalls = 0
             else:
                 self._preempt(youngest)

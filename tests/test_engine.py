@@ -556,6 +556,10 @@ def test_timeout_ends_with_abort(tiny_model: Any) -> None:
         assert result.samples[0].finish_reason == "abort"
         assert time.perf_counter() - start < 5
         check_idle(engine)
+        params = BeamParams(width=3, max_new_tokens=250, ignore_eos=True, timeout_s=0.05)
+        beams = engine.generate(random_ids(5), params)
+        assert {sample.finish_reason for sample in beams.samples} == {"abort"}
+        check_idle(engine)
 
 
 def test_namespaces_never_share(tiny_model: Any) -> None:
