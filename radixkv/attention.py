@@ -46,6 +46,6 @@ def get_backend(name: str, device: torch.device) -> Backend:
     if name in ("auto", "torch"):
         return _TORCH
     raise ValueError(
-        f'backend: {name!r} is not built in this version (asked for on {device}); '
+        f"backend: {name!r} is not built in this version (asked for on {device}); "
         f'use "torch" or "auto"'
     )

@@ -265,8 +265,7 @@ class BeamParams:
         require_real(f"{me}.length_penalty", self.length_penalty, -math.inf)
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ValueError(
-                f'{me}.early_stopping: expected True, False or "never", '
-                f"got {self.early_stopping!r}"
+                f'{me}.early_stopping: expected True, False or "never", got {self.early_stopping!r}'
             )
         if self.num_return is not None:
             require_int(f"{me}.num_return", self.num_return, 1, self.width)

@@ -1,0 +1,903 @@
+"""The prefix cache: leases over the tree's pages, all or nothing.
+
+A lease is one sequence's use of the cache: the pages of its tokens, of which the tree and
+other leases may be owners too. A page with more than one owner is never written: it is
+copied first. What is committed becomes findable; what is not is freed on release.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from radixkv.attention import Backend, get_backend
+from radixkv.config import KVConfig, parse_bytes, require_int, require_real
+from radixkv.errors import CacheInvariantError, CapacityError
+from radixkv.pool import (
+    PageIds,
+    PagePool,
+    PageStorage,
+    capacity_pages,
+    free_device_bytes,
+)
+from radixkv.quant import KVCodec, KVSpec, LayerPages
+from radixkv.radix import TOKEN_BYTES, RadixTree, decode_tokens, encode_tokens
+from radixkv.reference import AttentionBatch, ScoreRule
+
+_DEFAULT_CAPACITY_SHARE = 4  # capacity=None: a quarter of the free memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheStats:
+    """One moment of a cache; pages_free + cached + pinned + private = total.
+
+    Attributes:
+        capacity_bytes: bytes of all usable pages.
+        bytes_per_token: bytes that a token takes in all layers, scales included.
+        pages_total, pages_free: usable pages; those without an owner.
+        pages_cached: in the tree alone, hence evictable.
+        pages_pinned: in the tree and held by a lease or pin.
+        pages_private: held by leases alone.
+        lookups, lookup_tokens, hit_tokens: acquires so far, their tokens, those found.
+        hit_rate: hit_tokens / lookup_tokens; 0 before the first lookup.
+        evicted_pages: pages evicted so far.
+        cow_copies: pages copied so far because they were shared or matched in part.
+        shared_bytes_saved: bytes that owners of shared pages would need for own copies, now.
+        nodes: nodes of the tree.
+        utilization: tokens stored / token slots in used pages; 0 when none is used.
+    """
+
+    capacity_bytes: int
+    bytes_per_token: int
+    pages_total: int
+    pages_free: int
+    pages_cached: int
+    pages_pinned: int
+    pages_private: int
+    lookups: int
+    lookup_tokens: int
+    hit_tokens: int
+    hit_rate: float
+    evicted_pages: int
+    cow_copies: int
+    shared_bytes_saved: int
+    nodes: int
+    utilization: float
+
+
+class Lease:
+    """One sequence's pages; made by `PrefixCache.acquire` and `Lease.fork`.
+
+    Release it, or use it as a context manager. One thread at a time may use a lease.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        tokens: bytearray,
+        page_ids: PageIds,
+        num_cached: int,
+        namespace: Hashable,
+        written: list[int],
+    ) -> None:
+        self._cache = cache
+        self._tokens = tokens
+        self._pages = page_ids  # room for more than are used
+        self._num_pages = page_ids.size
+        self._num_cached = num_cached
+        self._namespace = namespace
+        self._written = written  # tokens with KV, by layer
+        self._chunk_start = written[
+            0
+        ]  # tokens from here on came last: the queries of attend
+        self._batch: tuple[int, AttentionBatch] | None = None
+        self._released = False
+        cache._leases.add(self)
+
+    # --- what it is --------------------------------------------------------------------
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the sequence."""
+        return len(self._tokens) // TOKEN_BYTES
+
+    @property
+    def token_ids(self) -> NDArray[np.int64]:
+        """The sequence. [num_tokens] int64, a copy."""
+        return decode_tokens(bytes(self._tokens))
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens whose KV was found when the lease was acquired."""
+        return self._num_cached
+
+    @property
+    def num_written(self) -> int:
+        """Tokens from the beginning whose KV is known to be there in every layer."""
+        return min(self._written)
+
+    @property
+    def namespace(self) -> Hashable:
+        """The namespace that it was acquired in."""
+        return self._namespace
+
+    @property
+    def is_released(self) -> bool:
+        """Whether it was released."""
+        return self._released
+
+    @property
+    def page_ids(self) -> PageIds:
+        """Page ids of the sequence, a copy. [ceil(num_tokens / page_size)] int32.
+
+        `commit`, `extend`, `write` and `slot_mapping` may change them.
+        """
+        self._require_open()
+        return self._pages[: self._num_pages].copy()
+
+    def slots(self, start: int = 0, stop: int | None = None) -> NDArray[np.int64]:
+        """Slots (page_id * page_size + offset) of tokens start to stop. [stop - start] int64."""
+        self._require_open()
+        stop = self.num_tokens if stop is None else stop
+        if not 0 <= start <= stop <= self.num_tokens:
+            raise ValueError(
+                f"slots: expected 0 <= start <= stop <= {self.num_tokens}, got {start}, {stop}"
+            )
+        page_size = self._cache.page_size
+        if stop - start == 1:
+            page = int(self._pages[start // page_size])
+            return np.array([page * page_size + start % page_size], dtype=np.int64)
+        positions = np.arange(start, stop, dtype=np.int64)
+        pages = self._pages[positions // page_size].astype(np.int64)
+        return pages * page_size + positions % page_size
+
+    @property
+    def slot_mapping(self) -> Tensor:
+        """Slots of the tokens that have no KV yet, free to be written. [n] int64, on the device.
+
+        Shared pages among them are copied first. Valid until the next call on the lease.
+        """
+        self._require_open()
+        cache = self._cache
+        with cache._lock:
+            start = self.num_written
+            self._own(start)
+            return torch.from_numpy(self.slots(start)).to(cache.device)
+
+    # --- KV ----------------------------------------------------------------------------
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Quantize and store K and V of the tokens that have none yet in this layer.
+
+        Args:
+            k: [pending tokens, num_kv_heads, head_dim]; v: the same with v_head_dim.
+        Raises:
+            ValueError: another shape, or a layer that is not there.
+            NonFiniteError: NaN or Inf in k or v; nothing is stored.
+            CapacityError: a shared page had to be copied and no page is left.
+        """
+        self._require_open()
+        cache = self._cache
+        layer_idx = cache._require_layer(layer)
+        start, stop = self._written[layer_idx], self.num_tokens
+        spec = cache.spec
+        for name, rows, width in (("k", k, spec.head_dim), ("v", v, spec.v_head_dim)):
+            shape = (stop - start, spec.num_kv_heads, width)
+            if tuple(rows.shape) != shape:
+                raise ValueError(
+                    f"{name}: expected shape {list(shape)} (tokens {start} to {stop} have no KV "
+                    f"in layer {layer_idx}), got {list(rows.shape)}"
+                )
+        if start == stop:
+            return
+        with cache._lock:
+            self._own(start)
+            slots = torch.from_numpy(self.slots(start)).to(cache.device)
+            pages = cache.storage.layer(layer_idx)
+            cache.backend.write_kv(cache.codec, pages, slots, k, v, layer_idx=layer_idx)
+            self._written[layer_idx] = stop
+
+    def mark_written(self, num_tokens: int | None = None) -> None:
+        """Say that the KV of the first ``num_tokens`` (default: all) is there in every layer."""
+        self._require_open()
+        count = self.num_tokens if num_tokens is None else num_tokens
+        count = require_int("num_tokens", count, 0, self.num_tokens)
+        self._written = [max(count, written) for written in self._written]
+
+    def attend(
+        self, layer: int, q: Tensor, *, softmax_scale: float | None = None, **rule: Any
+    ) -> Tensor:
+        """Attend the sequence's last tokens to its pages, causally.
+
+        Args:
+            q: [new tokens, num_q_heads, head_dim]; the sequence's last ones.
+            softmax_scale: factor on q.k; None is head_dim ** -0.5.
+            rule: other fields of `radixkv.reference.ScoreRule`.
+        Returns:
+            [new tokens, num_q_heads, v_head_dim], q's dtype.
+        """
+        return self._cache.attend_batch(
+            layer, q, [self], softmax_scale=softmax_scale, **rule
+        )
+
+    # --- growing, sharing, shrinking ---------------------------------------------------
+
+    def extend(self, token_ids: Any) -> None:
+        """Append tokens and take pages for them; all or nothing.
+
+        A part-filled last page that others own too is copied, so that it can be written.
+
+        Raises:
+            CapacityError: no pages are left, even after eviction; the lease is as it was.
+
+        Complexity: O(new tokens).
+        """
+        self._require_open()
+        tokens = encode_tokens(token_ids)
+        if not tokens:
+            return
+        cache = self._cache
+        with cache._lock:
+            cache._reclaim()
+            old = self.num_tokens
+            new = old + len(tokens) // TOKEN_BYTES
+            page_size = cache.page_size
+            more = -(-new // page_size) - self._num_pages
+            tail = self._num_pages - 1
+            copies = int(
+                old % page_size != 0 and cache.pool.ref_count[self._pages[tail]] > 1
+            )
+            if more or copies:
+                pages = cache._allocate(more + copies, "extend")
+                if copies:
+                    self._replace(tail, int(pages[-1]), old - tail * page_size)
+                if more:
+                    self._append(pages[:more])
+            if self.num_written == old:
+                self._chunk_start = old
+            self._tokens += tokens
+            cache._fill_tail(self._pages, old, new)
+            self._batch = None
+
+    def fork(self) -> Lease:
+        """A second lease on the same pages; nothing is copied until one of them writes."""
+        self._require_open()
+        cache = self._cache
+        with cache._lock:
+            cache._reclaim()
+            pages = self.page_ids
+            cache.pool.hold(pages)
+            other = Lease(
+                cache,
+                bytearray(self._tokens),
+                pages,
+                self._num_cached,
+                self._namespace,
+                list(self._written),
+            )
+            other._chunk_start = self._chunk_start
+            return other
+
+    def truncate(self, num_tokens: int) -> None:
+        """Forget all but the first ``num_tokens`` tokens; pages past them are given back."""
+        self._require_open()
+        num_tokens = require_int("num_tokens", num_tokens, 0, self.num_tokens)
+        cache = self._cache
+        with cache._lock:
+            cache._reclaim()
+            keep = -(-num_tokens // cache.page_size)
+            gone = self._pages[keep : self._num_pages].copy()
+            self._num_pages = keep
+            del self._tokens[num_tokens * TOKEN_BYTES :]
+            self._written = [min(num_tokens, written) for written in self._written]
+            self._num_cached = min(num_tokens, self._num_cached)
+            self._chunk_start = min(num_tokens, self._chunk_start)
+            self._batch = None
+            if gone.size:
+                cache.pool.drop(gone)
+            cache._fill_tail(self._pages, num_tokens, num_tokens)
+
+    def commit(
+        self,
+        num_tokens: int | None = None,
+        *,
+        priority: int = 0,
+        ttl: float | None = None,
+    ) -> None:
+        """Make the first tokens findable; call it again as the sequence grows.
+
+        Pages that the tree has already are given back in favour of the tree's.
+
+        Args:
+            num_tokens: tokens whose KV is there, said by a caller who wrote the slots; None is
+                all that `write` has stored in every layer.
+            priority: for ``eviction="priority"``: smaller goes first.
+            ttl: seconds after which the priority falls to the smallest.
+        """
+        self._require_open()
+        if num_tokens is None:
+            num_tokens = self.num_written
+        else:
+            self.mark_written(num_tokens)
+        cache = self._cache
+        with cache._lock:
+            cache._reclaim()
+            if not num_tokens:
+                return
+            count = -(-num_tokens // cache.page_size)
+            mine = self._pages[:count]
+            expires = None if ttl is None else cache._now() + ttl
+            pages, node = cache.tree.insert(
+                bytes(self._tokens[: num_tokens * TOKEN_BYTES]),
+                mine,
+                self._namespace,
+                priority=priority,
+                expires=expires,
+            )
+            differ = np.flatnonzero(pages != mine)
+            if differ.size:
+                theirs, duplicates = pages[differ], mine[differ]
+                pool = cache.pool
+                pool.hold(theirs)
+                for i in np.flatnonzero(pool.ref_count[duplicates] > 1).tolist():
+                    pool.stand_in(int(duplicates[i]), int(theirs[i]))
+                mine[differ] = theirs
+                pool.drop(duplicates)
+                self._batch = None
+            cache.tree.settle(node)
+
+    def release(self) -> None:
+        """Give the pages back; committed ones stay cached. Calling it again does nothing."""
+        if self._released:
+            return
+        self._released = True
+        cache = self._cache
+        with cache._lock:
+            cache._reclaim()
+            cache.pool.drop(self._pages[: self._num_pages])
+
+    def __enter__(self) -> Lease:
+        self._require_open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        # May run at any moment, also inside another cache call: only queue, never lock.
+        if not getattr(self, "_released", True):
+            self._released = True
+            self._cache._abandoned.append(self._pages[: self._num_pages])
+            warnings.warn(
+                f"a lease of {self.num_tokens} tokens was dropped without release(); "
+                f"release it or use it as a context manager",
+                ResourceWarning,
+                stacklevel=2,
+            )
+
+    # --- inside ------------------------------------------------------------------------
+
+    def _require_open(self) -> None:
+        if self._released:
+            raise ValueError("lease: was released; acquire a new one")
+
+    def _append(self, pages: PageIds) -> None:
+        need = self._num_pages + pages.size
+        if need > self._pages.size:
+            grown = np.zeros(max(need, 2 * self._pages.size), dtype=np.int32)
+            grown[: self._num_pages] = self._pages[: self._num_pages]
+            self._pages = grown
+        self._pages[self._num_pages : need] = pages
+        self._num_pages = need
+
+    def _replace(self, index: int, page_id: int, num_tokens: int) -> None:
+        """Copy the page at ``index`` to ``page_id``, which takes its place."""
+        cache = self._cache
+        old = self._pages[index : index + 1].copy()
+        cache.storage.copy_page(int(old[0]), page_id, num_tokens)
+        cache.cow_copies += 1
+        self._pages[index] = page_id
+        cache._fill[page_id] = num_tokens
+        cache.pool.drop(old)
+        self._batch = None
+
+    def _own(self, start: int) -> None:
+        """Make the pages of tokens from ``start`` on this lease's alone."""
+        cache = self._cache
+        page_size = cache.page_size
+        first = start // page_size
+        if start >= self.num_tokens:
+            return
+        pages = self._pages[first : self._num_pages]
+        shared = np.flatnonzero(cache.pool.ref_count[pages] > 1)
+        if not shared.size:
+            return
+        fresh = cache._allocate(shared.size, "write")
+        for i, page_id in zip((shared + first).tolist(), fresh.tolist(), strict=True):
+            self._replace(i, page_id, min(page_size, self.num_tokens - i * page_size))
+
+
+class Pin:
+    """A cached prefix that is not evicted until `unpin`, or until its ttl has passed.
+
+    Attributes:
+        num_tokens: tokens that it holds.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        page_ids: PageIds,
+        num_tokens: int,
+        namespace: Hashable,
+        expires: float | None,
+    ) -> None:
+        self._cache = cache
+        self._pages = page_ids
+        self.num_tokens = num_tokens
+        self.namespace = namespace
+        self._expires = expires
+        self._active = True
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it still holds its pages."""
+        with self._cache._lock:
+            self._cache._reclaim()
+            return self._active
+
+    def unpin(self) -> None:
+        """Let the pages be evicted again. Calling it again does nothing."""
+        with self._cache._lock:
+            self._cache._reclaim()
+            self._cache._unpin(self)
+
+    def __enter__(self) -> Pin:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.unpin()
+
+
+class _AllNamespaces:
+    def __repr__(self) -> str:
+        return "all namespaces"
+
+
+_ALL = _AllNamespaces()
+
+
+class PrefixCache:
+    """Longest cached prefixes, pages for the rest, and attention over both.
+
+    Thread-safe: one lock around every call.
+
+    Attributes:
+        spec, config, codec: geometry, options, formats.
+        device, backend: where pages lie and which code reads them.
+        pool, tree, storage: owners of pages; what is cached; the tensors.
+    """
+
+    def __init__(
+        self,
+        spec: KVSpec,
+        kv: KVConfig | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        backend: str = "auto",
+    ) -> None:
+        self.spec = spec
+        self.config = KVConfig() if kv is None else kv
+        self.device = torch.device(device)
+        self.codec = KVCodec(spec, self.config)
+        self.backend: Backend = get_backend(backend, self.device)
+        self.page_size = self.config.page_size
+        if self.config.capacity is None:
+            capacity = free_device_bytes(self.device) // _DEFAULT_CAPACITY_SHARE
+        else:
+            capacity = parse_bytes(self.config.capacity, name="KVConfig.capacity")
+        num_pages = capacity_pages(
+            capacity,
+            self.codec.bytes_per_page,
+            f"{self.page_size} tokens of {self.codec.bytes_per_token} bytes",
+        )
+        self.pool = PagePool(num_pages)
+        self.tree = RadixTree(self.page_size, self.pool, self.config.eviction)
+        self.storage = PageStorage(self.codec, num_pages, self.device)
+        self.lookups = self.lookup_tokens = self.hit_tokens = self.cow_copies = 0
+        self._lock = threading.RLock()
+        self._abandoned: deque[PageIds] = deque()
+        self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+        self._pins: set[Pin] = set()
+        self._pin_count = np.zeros(num_pages + 1, dtype=np.int32)
+        self._num_pinned = 0
+        self._fill = np.zeros(num_pages + 1, dtype=np.int32)
+        self._now = time.monotonic
+
+    # --- leases ------------------------------------------------------------------------
+
+    def acquire(
+        self, token_ids: Any, *, namespace: Hashable = None, full: bool = False
+    ) -> Lease:
+        """Take the longest cached prefix and pages for the rest; all or nothing.
+
+        Args:
+            token_ids: the sequence; a list or tuple of integers, or an integer array.
+            namespace: what it is looked up and committed in.
+            full: match the last token too; else at most ``len(token_ids) - 1`` are cached, so
+                that there is one to run.
+        Raises:
+            ValueError, TypeError: no tokens, or some that are no ids.
+            CapacityError: the rest does not fit, even after eviction.
+        """
+        tokens = encode_tokens(token_ids)
+        num_tokens = len(tokens) // TOKEN_BYTES
+        if not num_tokens:
+            raise ValueError("token_ids: expected at least one token, got none")
+        page_size, pool, tree = self.page_size, self.pool, self.tree
+        with self._lock:
+            self._reclaim()
+            found = tree.match(tokens if full else tokens[:-TOKEN_BYTES], namespace)
+            held = found.page_ids
+            partial = found.partial_page
+            num_pages = -(-num_tokens // page_size)
+            keep = held if not partial else np.append(held, np.int32(partial))
+            pool.hold(keep)
+            tree.settle(found.node)
+            num_cached = found.num_tokens
+            try:
+                fresh = self._allocate(num_pages - held.size, "acquire")
+            except CapacityError:
+                if not partial:
+                    pool.drop(keep)
+                    raise
+                # The page to copy from may be the very one that is needed: do without it.
+                pool.drop(keep[-1:])
+                keep, partial = held, 0
+                num_cached = held.size * page_size
+                try:
+                    fresh = self._allocate(num_pages - held.size, "acquire")
+                except CapacityError:
+                    pool.drop(keep)
+                    raise
+            if partial:
+                copied = num_cached % page_size
+                self.storage.copy_page(partial, int(fresh[0]), copied)
+                self.cow_copies += 1
+                pool.drop(keep[-1:])
+            if found.node is not None:
+                tree.touch(found.node)
+            pages = np.concatenate([held, fresh])
+            self._fill_tail(pages, held.size * page_size, num_tokens)
+            self.lookups += 1
+            self.lookup_tokens += num_tokens
+            self.hit_tokens += num_cached
+            written = [num_cached] * self.spec.num_layers
+            return Lease(self, bytearray(tokens), pages, num_cached, namespace, written)
+
+    def match(self, token_ids: Any, namespace: Hashable = None) -> int:
+        """How many leading tokens are cached; changes nothing, not even the eviction order."""
+        tokens = encode_tokens(token_ids)
+        with self._lock:
+            return self.tree.match(tokens, namespace).num_tokens
+
+    def pin(
+        self, token_ids: Any, namespace: Hashable = None, *, ttl: float | None = None
+    ) -> Pin:
+        """Keep what is cached of a prefix from eviction.
+
+        Args:
+            ttl: seconds after which it ends by itself; None is never.
+        Raises:
+            CapacityError: pins would hold more than ``KVConfig.pin_share`` of the pages.
+        """
+        tokens = encode_tokens(token_ids)
+        if ttl is not None:
+            ttl = require_real("ttl", ttl, 0.0)
+        with self._lock:
+            self._reclaim()
+            found = self.tree.match(tokens, namespace)
+            pages = found.page_ids
+            if found.partial_page:
+                pages = np.append(pages, np.int32(found.partial_page))
+            more = int(np.count_nonzero(self._pin_count[pages] == 0))
+            budget = int(self.config.pin_share * self.pool.num_pages)
+            if self._num_pinned + more > budget:
+                raise CapacityError(
+                    f"pin: needs {more} more pages, {self._num_pinned} of {budget} are pinned "
+                    f"(KVConfig.pin_share={self.config.pin_share}); unpin others or raise it"
+                )
+            self.pool.hold(pages)
+            self._pin_count[pages] += 1
+            self._num_pinned += more
+            self.tree.settle(found.node)
+            if found.node is not None:
+                self.tree.touch(found.node)
+            expires = None if ttl is None else self._now() + ttl
+            pin = Pin(self, pages, found.num_tokens, namespace, expires)
+            self._pins.add(pin)
+            return pin
+
+    def evict(self, num_tokens: int) -> int:
+        """Evict at least so many cached tokens, if there are; returns how many were."""
+        num_tokens = require_int("num_tokens", num_tokens, 0)
+        with self._lock:
+            self._reclaim()
+            before = self.tree.num_tokens
+            while before - self.tree.num_tokens < num_tokens:
+                left = num_tokens - (before - self.tree.num_tokens)
+                if not self.tree.evict(-(-left // self.page_size)):
+                    break
+            return before - self.tree.num_tokens
+
+    def clear(self, namespace: Hashable = _ALL) -> None:
+        """Forget a namespace, or everything; its pins end, leases keep their pages."""
+        with self._lock:
+            self._reclaim()
+            every = namespace is _ALL
+            for pin in [p for p in self._pins if every or p.namespace == namespace]:
+                self._unpin(pin)
+            for name in list(self.tree.roots) if every else [namespace]:
+                self.tree.clear(name)
+
+    # --- KV ----------------------------------------------------------------------------
+
+    def layer(self, layer: int) -> LayerPages:
+        """The page and scale tensors of a layer; shapes as in `radixkv.quant`."""
+        return self.storage.layer(self._require_layer(layer))
+
+    def attend_batch(
+        self,
+        layer: int,
+        q: Tensor,
+        leases: Sequence[Lease],
+        *,
+        query_lens: Sequence[int] | None = None,
+        softmax_scale: float | None = None,
+        **rule: Any,
+    ) -> Tensor:
+        """Attend the last tokens of many sequences to their pages, in one call.
+
+        Args:
+            q: [tokens of all leases, num_q_heads, head_dim], in the order of ``leases``.
+            query_lens: how many rows are each lease's; None is those that it last wrote.
+        Returns:
+            [same, num_q_heads, v_head_dim], q's dtype.
+        Raises:
+            ValueError: rows that do not add up, or tokens without KV in this layer.
+        """
+        layer_idx = self._require_layer(layer)
+        if query_lens is None:
+            if len(leases) == 1:
+                query_lens = [q.shape[0]]
+            else:
+                query_lens = [lease.num_tokens - lease._chunk_start for lease in leases]
+        if (
+            not leases
+            or len(query_lens) != len(leases)
+            or sum(query_lens) != q.shape[0]
+        ):
+            raise ValueError(
+                f"q: expected {list(query_lens)} rows for {len(leases)} leases, got {q.shape[0]}; "
+                f"say how many are whose with query_lens"
+            )
+        scale = self.spec.head_dim**-0.5 if softmax_scale is None else softmax_scale
+        with self._lock:
+            for lease, rows in zip(leases, query_lens, strict=True):
+                lease._require_open()
+                if lease._cache is not self:
+                    raise ValueError(
+                        "leases: expected leases of this cache, got another's"
+                    )
+                if lease._written[layer_idx] < lease.num_tokens:
+                    raise ValueError(
+                        f"attend: {lease._written[layer_idx]} of {lease.num_tokens} tokens have "
+                        f"KV in layer {layer_idx}; write() the rest, or mark_written() if "
+                        f"they are there"
+                    )
+                if not 1 <= rows <= lease.num_tokens:
+                    raise ValueError(
+                        f"q: expected 1 to {lease.num_tokens} rows of a lease, got {rows}"
+                    )
+            if len(leases) == 1:
+                known = leases[0]._batch
+                if known is None or known[0] != query_lens[0]:
+                    batch = self._attention_batch(leases, query_lens)
+                    known = leases[0]._batch = (query_lens[0], batch)
+                batch = known[1]
+            else:
+                batch = self._attention_batch(leases, query_lens)
+            pages = self.storage.layer(layer_idx)
+        return self.backend.paged_attention(
+            self.codec, pages, q, batch, ScoreRule(softmax_scale=scale, **rule)
+        )
+
+    def _attention_batch(
+        self, leases: Sequence[Lease], query_lens: Sequence[int]
+    ) -> AttentionBatch:
+        width = max(lease._num_pages for lease in leases)
+        table = np.zeros((len(leases), width), dtype=np.int32)
+        for i, lease in enumerate(leases):
+            table[i, : lease._num_pages] = lease._pages[: lease._num_pages]
+        slots = [
+            lease.slots(lease.num_tokens - rows)
+            for lease, rows in zip(leases, query_lens, strict=True)
+        ]
+        seq_lens = np.array([lease.num_tokens for lease in leases], dtype=np.int32)
+        starts = np.cumsum([0, *query_lens], dtype=np.int32)
+
+        def on_device(values: NDArray[Any]) -> Tensor:
+            return torch.from_numpy(values).to(self.device)
+
+        return AttentionBatch(
+            slot_mapping=on_device(np.concatenate(slots)),
+            page_table=on_device(table),
+            seq_lens=on_device(seq_lens),
+            cu_seqlens_q=on_device(starts),
+        )
+
+    # --- looking -----------------------------------------------------------------------
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages without an owner. O(1)."""
+        return self.pool.num_free
+
+    @property
+    def num_available_pages(self) -> int:
+        """Free pages and those that eviction can free. O(1)."""
+        with self._lock:
+            self._reclaim()
+            return self.pool.num_available
+
+    def stats(self) -> CacheStats:
+        """Counts of this moment. Complexity: O(pages), vectorized."""
+        with self._lock:
+            self._reclaim()
+            pool, total = self.pool, self.pool.num_pages
+            owners, in_tree = pool.ref_count[1:], pool.in_tree[1:]
+            in_use = owners > 0
+            pinned = int(np.count_nonzero(in_tree & (owners > 1)))
+            private = in_use & ~in_tree
+            num_private = int(np.count_nonzero(private))
+            used = int(np.count_nonzero(in_use))
+            stored = self.tree.num_tokens + int(self._fill[1:][private].sum())
+            return CacheStats(
+                capacity_bytes=total * self.codec.bytes_per_page,
+                bytes_per_token=self.codec.bytes_per_token,
+                pages_total=total,
+                pages_free=total - used,
+                pages_cached=used - pinned - num_private,
+                pages_pinned=pinned,
+                pages_private=num_private,
+                lookups=self.lookups,
+                lookup_tokens=self.lookup_tokens,
+                hit_tokens=self.hit_tokens,
+                hit_rate=self.hit_tokens / self.lookup_tokens
+                if self.lookup_tokens
+                else 0.0,
+                evicted_pages=self.tree.evicted_pages,
+                cow_copies=self.cow_copies,
+                shared_bytes_saved=int((owners[in_use] - 1).sum())
+                * self.codec.bytes_per_page,
+                nodes=self.tree.num_nodes,
+                utilization=stored / (used * self.page_size) if used else 0.0,
+            )
+
+    def check(self) -> None:
+        """Recount every page and node; raise CacheInvariantError if anything is wrong.
+
+        Complexity: O(pages + tokens of leases).
+        """
+        with self._lock:
+            self._reclaim()
+            self.tree.check()
+            pool = self.pool
+            owners = pool.in_tree.astype(np.int32)
+            for lease in list(self._leases):
+                if not lease._released:
+                    size = -(-lease.num_tokens // self.page_size)
+                    if lease._num_pages != size:
+                        self._broken(
+                            f"a lease of {size} pages lists {lease._num_pages}"
+                        )
+                    np.add.at(owners, lease._pages[: lease._num_pages], 1)
+            pins = np.zeros_like(owners)
+            for pin in self._pins:
+                np.add.at(pins, pin._pages, 1)
+            owners += pins
+            for page_id in pool.stand_ins().values():
+                owners[page_id] += 1
+            wrong = np.flatnonzero(owners != pool.ref_count)
+            if wrong.size:
+                page_id = int(wrong[0])
+                self._broken(
+                    f"page {page_id} has {owners[page_id]} owners, "
+                    f"counted {pool.ref_count[page_id]}"
+                )
+            if (pins != self._pin_count).any() or np.count_nonzero(
+                pins
+            ) != self._num_pinned:
+                self._broken("the count of pinned pages")
+            free = np.sort(pool.free_pages())
+            if not np.array_equal(free, np.flatnonzero(owners[1:] == 0) + 1):
+                self._broken("the free list is not the pages without an owner")
+            lone = int(np.count_nonzero(pool.in_tree & (owners == 1)))
+            if lone != pool.num_evictable:
+                self._broken(
+                    f"{lone} pages are evictable, counted {pool.num_evictable}"
+                )
+
+    # --- inside ------------------------------------------------------------------------
+
+    @staticmethod
+    def _broken(what: str) -> None:
+        raise CacheInvariantError(f"cache: {what}; this is a bug in radixkv")
+
+    def _require_layer(self, layer: int) -> int:
+        return require_int("layer", layer, 0, self.spec.num_layers - 1)
+
+    def _allocate(self, count: int, name: str) -> PageIds:
+        """Take pages, evicting if needed; nothing changes if they cannot be had."""
+        pool = self.pool
+        if count > pool.num_available:
+            held = pool.num_pages - pool.num_available
+            raise CapacityError(
+                f"{name}: needs {count} pages of {self.page_size} tokens, {pool.num_available} "
+                f"of {pool.num_pages} are free or evictable ({held} are held); release leases "
+                f"or pins, or raise KVConfig.capacity"
+            )
+        if count > pool.num_free:
+            self.tree.evict(count - pool.num_free)
+        return pool.allocate(count)
+
+    def _fill_tail(self, pages: PageIds, start: int, stop: int) -> None:
+        """Note how full the pages of tokens from ``start`` on are; `stats` alone reads it."""
+        first, last = start // self.page_size, -(-stop // self.page_size) - 1
+        if last < 0:
+            return
+        if last > first:
+            self._fill[pages[first:last]] = self.page_size
+        self._fill[pages[last]] = stop - last * self.page_size
+
+    def _unpin(self, pin: Pin) -> None:
+        if not pin._active:
+            return
+        pin._active = False
+        self._pins.discard(pin)
+        self._pin_count[pin._pages] -= 1
+        self._num_pinned -= int(np.count_nonzero(self._pin_count[pin._pages] == 0))
+        self.pool.drop(pin._pages)
+
+    def _reclaim(self) -> None:
+        """Take back what dropped leases and expired pins held."""
+        while self._abandoned:
+            self.pool.drop(self._abandoned.popleft())
+        if self._pins:
+            now = self._now()
+            for pin in [
+                p for p in self._pins if p._expires is not None and p._expires <= now
+            ]:
+                self._unpin(pin)
