@@ -36,7 +36,8 @@ class _Shared:
         # Byte pieces of SentencePiece vocabularies: a decoder takes a run of them as one, text
         # if all of it is UTF-8 and U+FFFD for each byte if not.
         pieces = [f"<0x{byte:02X}>" for byte in range(256)]
-        ids = tokenizer.convert_tokens_to_ids(pieces)
+        to_ids = getattr(tokenizer, "convert_tokens_to_ids", None)
+        ids = [None] * len(pieces) if to_ids is None else to_ids(pieces)
         self.byte_ids = frozenset(
             token_id
             for piece, token_id in zip(pieces, ids, strict=True)
