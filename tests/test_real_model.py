@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from radixkv import BeamParams, Engine, KVConfig, PrefixCache
+import radixkv
+from radixkv import BeamParams, Engine, KVConfig
 from radixkv.models import prepare_small_model
 
 pytestmark = pytest.mark.slow
@@ -118,11 +121,13 @@ def test_beams_equal_transformers_generate(
 
 
 @pytest.mark.parametrize("dtype", ["model", "int8"])
-def test_warm_equals_cold(request: Any, dtype: str, text_ids: list[int]) -> None:
+def test_warm_equals_cold(request: Any, loaded: Any, dtype: str, text_ids: list[int]) -> None:
     engine: Engine = request.getfixturevalue("exact_engine" if dtype == "model" else "int8_engine")
     shared = text_ids[3000:3150]
     prompts = [shared[: 10 * i + 5] + text_ids[100 * i :][:20] for i in range(10)]
-    options: dict[str, Any] = dict(temperature=0, max_new_tokens=12, logprobs=20)
+    options: dict[str, Any] = dict(
+        temperature=0, max_new_tokens=8, logprobs=loaded[0].config.vocab_size
+    )
     cold = []
     for prompt in prompts:
         engine.cache.clear()
@@ -133,6 +138,9 @@ def test_warm_equals_cold(request: Any, dtype: str, text_ids: list[int]) -> None
     random.Random(0).shuffle(order)
     batched = engine.generate([prompts[i] for i in order], **options)
     alone = [engine.generate(prompts[i], **options) for i in order]
+    # Unquantized KV: equal within the rounding of float32. Quantized KV: rounding may move a
+    # value over the edge between two codes, which later layers feel (docs/design.md).
+    limit = 1e-4 if dtype == "model" else 3e-2
     worst = 0.0
     for results in (batched, alone):
         for i, warm in zip(order, results, strict=True):
@@ -142,7 +150,8 @@ def test_warm_equals_cold(request: Any, dtype: str, text_ids: list[int]) -> None
                 spread = max(b.values()) - min(b.values())
                 worst = max(worst, max(abs(a[t] - b[t]) for t in common) / spread)
     assert all(r.cached_tokens == len(r.prompt_token_ids) - 1 for r in alone)
-    print(f"largest difference, of the range of the 20 best: {worst:.2e}")
+    print(f"{dtype}: largest difference {worst:.2e} of the logits' range")
+    assert worst <= limit
     check_idle(engine)
 
 
@@ -182,25 +191,43 @@ def test_second_question_over_a_document_starts_at_least_8x_sooner(
     check_idle(engine)
 
 
-def test_process_memory_follows_bytes_per_token(loaded: Any) -> None:
-    with Engine(*loaded, kv=KVConfig(capacity="1MiB")) as engine:
-        spec = engine.cache.codec.spec
-    for dtype, bytes_per_row in (("int8", 64 + 2), ("model", 64 * 4)):
-        cache = PrefixCache(spec, KVConfig(dtype=dtype, capacity="400MiB"))
-        bytes_per_token = cache.stats().bytes_per_token
-        assert bytes_per_token == 2 * spec.num_layers * spec.num_kv_heads * bytes_per_row
-        num_tokens = 200 * 2**20 // bytes_per_token
-        before = resident_bytes()
-        rows = torch.randn(num_tokens, spec.num_kv_heads, spec.head_dim)
-        rows_bytes = rows.numel() * 4
-        with cache.acquire(list(range(num_tokens))) as lease:
-            for layer_idx in range(spec.num_layers):
-                lease.write(layer_idx, rows, rows)
-            grown = resident_bytes() - before - rows_bytes
-            assert grown == pytest.approx(num_tokens * bytes_per_token, rel=0.15)
-        del cache, lease
+MEMORY_SCRIPT = """
+import os, sys, torch
+from pathlib import Path
+from radixkv import KVConfig, KVSpec, PrefixCache
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+spec = KVSpec(num_layers=30, num_kv_heads=3, head_dim=64)  # the real model's
+cache = PrefixCache(spec, KVConfig(dtype=sys.argv[1], capacity="400MiB"))
+bytes_per_token = cache.stats().bytes_per_token
+num_tokens = 200 * 2**20 // bytes_per_token
+rows = torch.randn(512, 3, 64)
+small = cache.acquire([1])
+small.write(0, rows[:1], rows[:1])  # what the first write itself loads
+before = resident_bytes()
+lease = cache.acquire(range(num_tokens))
+for start in range(0, num_tokens, 512):
+    stop = min(start + 512, num_tokens)
+    for layer_idx in range(30):
+        cache.backend.write_kv(
+            cache.codec, cache.layer(layer_idx), torch.from_numpy(lease.slots(start, stop)),
+            rows[: stop - start], rows[: stop - start], layer_idx=layer_idx,
+        )
+print(bytes_per_token, num_tokens * bytes_per_token, resident_bytes() - before)
+lease.release()
+small.release()
+"""
 
 
-def resident_bytes() -> int:
-    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+@pytest.mark.parametrize(("dtype", "row_bytes"), [("int8", 64 + 2), ("model", 64 * 4)])
+def test_process_memory_follows_bytes_per_token(dtype: str, row_bytes: int) -> None:
+    env = os.environ | {"PYTHONPATH": str(Path(radixkv.__file__).parent.parent)}
+    env.pop("RADIXKV_POISON", None)
+    command = [sys.executable, "-c", MEMORY_SCRIPT, dtype]
+    out = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
+    bytes_per_token, reckoned, grown = map(int, out.split())
+    assert bytes_per_token == 2 * 30 * 3 * row_bytes
+    print(f"{dtype}: {bytes_per_token} bytes a token; {reckoned} reckoned, process grew by {grown}")
+    assert grown == pytest.approx(reckoned, rel=0.1)
