@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import os
 import threading
@@ -48,6 +49,14 @@ _LINGER_S = 2.0  # how long the engine's thread stays when there is nothing to d
 _HISTORY = 4096  # requests and steps that the percentiles of `EngineStats` look back on
 
 logger = logging.getLogger("radixkv")
+_open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_engines() -> None:
+    # A thread inside torch or a kernel when the interpreter goes away would abort the process.
+    for engine in list(_open_engines):
+        engine.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +158,7 @@ class Engine:
         self._gaps: deque[float] = deque(maxlen=_HISTORY)
         self._batches: deque[tuple[int, int]] = deque(maxlen=_HISTORY)
         self._closed = False
+        _open_engines.add(self)
 
     @classmethod
     def from_pretrained(

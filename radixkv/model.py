@@ -336,7 +336,9 @@ class ModelRunner:
         # page reads must all be right for this to give the model's own logits.
         config = KVConfig(dtype="model", page_size=4)
         capacity = 4 * len(token_ids) * KVCodec(self.spec, config).bytes_per_token
-        cache = PrefixCache(self.spec, replace(config, capacity=capacity), device=self.device)
+        cache = PrefixCache(
+            self.spec, replace(config, capacity=capacity), device=self.device, backend="torch"
+        )
         half = len(token_ids) // 2
         with cache.acquire(token_ids) as lease, cache.acquire(token_ids[::-1]) as other:
             parts = []
