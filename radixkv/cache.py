@@ -12,10 +12,11 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -25,13 +26,7 @@ from torch import Tensor
 from radixkv.attention import Backend, get_backend
 from radixkv.config import KVConfig, parse_bytes, require_int, require_real
 from radixkv.errors import CacheInvariantError, CapacityError
-from radixkv.pool import (
-    PageIds,
-    PagePool,
-    PageStorage,
-    capacity_pages,
-    free_device_bytes,
-)
+from radixkv.pool import PageIds, PagePool, PageStorage, capacity_pages, free_device_bytes
 from radixkv.quant import KVCodec, KVSpec, LayerPages
 from radixkv.radix import TOKEN_BYTES, RadixTree, decode_tokens, encode_tokens
 from radixkv.reference import AttentionBatch, ScoreRule
@@ -169,7 +164,7 @@ class Lease:
         """
         self._require_open()
         cache = self._cache
-        with cache._lock:
+        with cache._guard:
             start = self.num_written
             self._own(start)
             return torch.from_numpy(self.slots(start)).to(cache.device)
@@ -200,7 +195,7 @@ class Lease:
                 )
         if start == stop:
             return
-        with cache._lock:
+        with cache._guard:
             self._own(start)
             slots = torch.from_numpy(self.slots(start)).to(cache.device)
             pages = cache.storage.layer(layer_idx)
@@ -245,8 +240,7 @@ class Lease:
         if not tokens:
             return
         cache = self._cache
-        with cache._lock:
-            cache._reclaim()
+        with cache._guard:
             old = self.num_tokens
             new = old + len(tokens) // TOKEN_BYTES
             page_size = cache.page_size
@@ -269,8 +263,7 @@ class Lease:
         """A second lease on the same pages; nothing is copied until one of them writes."""
         self._require_open()
         cache = self._cache
-        with cache._lock:
-            cache._reclaim()
+        with cache._guard:
             pages = self.page_ids
             cache.pool.hold(pages)
             other = Lease(
@@ -289,8 +282,7 @@ class Lease:
         self._require_open()
         num_tokens = require_int("num_tokens", num_tokens, 0, self.num_tokens)
         cache = self._cache
-        with cache._lock:
-            cache._reclaim()
+        with cache._guard:
             keep = -(-num_tokens // cache.page_size)
             gone = self._pages[keep : self._num_pages].copy()
             self._num_pages = keep
@@ -307,7 +299,7 @@ class Lease:
         self,
         num_tokens: int | None = None,
         *,
-        priority: int = 0,
+        priority: int | None = None,
         ttl: float | None = None,
     ) -> None:
         """Make the first tokens findable; call it again as the sequence grows.
@@ -326,8 +318,7 @@ class Lease:
         else:
             self.mark_written(num_tokens)
         cache = self._cache
-        with cache._lock:
-            cache._reclaim()
+        with cache._guard:
             if not num_tokens:
                 return
             count = -(-num_tokens // cache.page_size)
@@ -340,7 +331,9 @@ class Lease:
                 priority=priority,
                 expires=expires,
             )
-            differ = np.flatnonzero(pages != mine)
+            if num_tokens < self.num_tokens and num_tokens % cache.page_size:
+                count -= 1  # the tree's last page may hold other tokens after those committed
+            differ = np.flatnonzero(pages[:count] != mine[:count])
             if differ.size:
                 theirs, duplicates = pages[differ], mine[differ]
                 pool = cache.pool
@@ -357,12 +350,9 @@ class Lease:
         if self._released:
             return
         self._released = True
-        cache = self._cache
-        with cache._lock:
-            cache._reclaim()
-            cache.pool.drop(self._pages[: self._num_pages])
+        self._cache._give_back(self._pages[: self._num_pages])
 
-    def __enter__(self) -> Lease:
+    def __enter__(self) -> Self:
         self._require_open()
         return self
 
@@ -378,7 +368,7 @@ class Lease:
         # May run at any moment, also inside another cache call: only queue, never lock.
         if not getattr(self, "_released", True):
             self._released = True
-            self._cache._abandoned.append(self._pages[: self._num_pages])
+            self._cache._returned.append(self._pages[: self._num_pages])
             warnings.warn(
                 f"a lease of {self.num_tokens} tokens was dropped without release(); "
                 f"release it or use it as a context manager",
@@ -453,17 +443,14 @@ class Pin:
     @property
     def is_active(self) -> bool:
         """Whether it still holds its pages."""
-        with self._cache._lock:
-            self._cache._reclaim()
+        with self._cache._guard:
             return self._active
 
     def unpin(self) -> None:
         """Let the pages be evicted again. Calling it again does nothing."""
-        with self._cache._lock:
-            self._cache._reclaim()
-            self._cache._unpin(self)
+        self._cache._give_back(self)
 
-    def __enter__(self) -> Pin:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -473,6 +460,38 @@ class Pin:
         trace: TracebackType | None,
     ) -> None:
         self.unpin()
+
+
+class _Guard:
+    """The lock around a public call; takes back first what was dropped since the last one.
+
+    Garbage collection can run a destructor in the middle of a call, on the same thread: what
+    that gives back waits for the next call, and anything else that it asks is refused.
+    """
+
+    def __init__(self, reclaim: Callable[[], None]) -> None:
+        self._lock = threading.RLock()
+        self._reclaim = reclaim
+        self.inside = False
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        if self.inside:
+            self._lock.release()
+            raise RuntimeError(
+                "PrefixCache: called from a destructor in the middle of another call; only "
+                "release() and unpin() may be"
+            )
+        self.inside = True
+        try:
+            self._reclaim()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self.inside = False
+        self._lock.release()
 
 
 class _AllNamespaces:
@@ -521,10 +540,12 @@ class PrefixCache:
         self.tree = RadixTree(self.page_size, self.pool, self.config.eviction)
         self.storage = PageStorage(self.codec, num_pages, self.device)
         self.lookups = self.lookup_tokens = self.hit_tokens = self.cow_copies = 0
-        self._lock = threading.RLock()
-        self._abandoned: deque[PageIds] = deque()
+        self._guard = _Guard(self._reclaim)
+        self._returned: deque[PageIds | Pin] = deque()
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
         self._pins: set[Pin] = set()
+        self._timed_pins: list[tuple[float, int, Pin]] = []  # heap by time of expiry
+        self._num_timed = 0
         self._pin_count = np.zeros(num_pages + 1, dtype=np.int32)
         self._num_pinned = 0
         self._fill = np.zeros(num_pages + 1, dtype=np.int32)
@@ -549,8 +570,7 @@ class PrefixCache:
         if not num_tokens:
             raise ValueError("token_ids: expected at least one token, got none")
         page_size, pool, tree = self.page_size, self.pool, self.tree
-        with self._lock:
-            self._reclaim()
+        with self._guard:
             found = tree.match(tokens if full else tokens[:-TOKEN_BYTES], namespace)
             held = found.page_ids
             partial = found.partial_page
@@ -560,27 +580,23 @@ class PrefixCache:
             tree.settle(found.node)
             num_cached = found.num_tokens
             try:
-                fresh = self._allocate(num_pages - held.size, "acquire")
+                if partial and num_pages - held.size > pool.num_available:
+                    # The page to copy from may be the very one that is needed: do without it.
+                    pool.drop(keep[-1:])
+                    keep, partial = held, 0
+                    num_cached = held.size * page_size
+                self._require_room(num_pages - held.size, "acquire")
             except CapacityError:
-                if not partial:
-                    pool.drop(keep)
-                    raise
-                # The page to copy from may be the very one that is needed: do without it.
-                pool.drop(keep[-1:])
-                keep, partial = held, 0
-                num_cached = held.size * page_size
-                try:
-                    fresh = self._allocate(num_pages - held.size, "acquire")
-                except CapacityError:
-                    pool.drop(keep)
-                    raise
+                pool.drop(keep)
+                raise
+            if found.node is not None:
+                tree.touch(found.node)  # before eviction, which may join that node with another
+            fresh = self._allocate(num_pages - held.size, "acquire")
             if partial:
                 copied = num_cached % page_size
                 self.storage.copy_page(partial, int(fresh[0]), copied)
                 self.cow_copies += 1
                 pool.drop(keep[-1:])
-            if found.node is not None:
-                tree.touch(found.node)
             pages = np.concatenate([held, fresh])
             self._fill_tail(pages, held.size * page_size, num_tokens)
             self.lookups += 1
@@ -592,7 +608,7 @@ class PrefixCache:
     def match(self, token_ids: Any, namespace: Hashable = None) -> int:
         """How many leading tokens are cached; changes nothing, not even the eviction order."""
         tokens = encode_tokens(token_ids)
-        with self._lock:
+        with self._guard:
             return self.tree.match(tokens, namespace).num_tokens
 
     def pin(self, token_ids: Any, namespace: Hashable = None, *, ttl: float | None = None) -> Pin:
@@ -606,8 +622,7 @@ class PrefixCache:
         tokens = encode_tokens(token_ids)
         if ttl is not None:
             ttl = require_real("ttl", ttl, 0.0)
-        with self._lock:
-            self._reclaim()
+        with self._guard:
             found = self.tree.match(tokens, namespace)
             pages = found.page_ids
             if found.partial_page:
@@ -628,13 +643,15 @@ class PrefixCache:
             expires = None if ttl is None else self._now() + ttl
             pin = Pin(self, pages, found.num_tokens, namespace, expires)
             self._pins.add(pin)
+            if expires is not None:
+                self._num_timed += 1
+                heappush(self._timed_pins, (expires, self._num_timed, pin))
             return pin
 
     def evict(self, num_tokens: int) -> int:
         """Evict at least so many cached tokens, if there are; returns how many were."""
         num_tokens = require_int("num_tokens", num_tokens, 0)
-        with self._lock:
-            self._reclaim()
+        with self._guard:
             before = self.tree.num_tokens
             while before - self.tree.num_tokens < num_tokens:
                 left = num_tokens - (before - self.tree.num_tokens)
@@ -644,8 +661,7 @@ class PrefixCache:
 
     def clear(self, namespace: Hashable = _ALL) -> None:
         """Forget a namespace, or everything; its pins end, leases keep their pages."""
-        with self._lock:
-            self._reclaim()
+        with self._guard:
             every = namespace is _ALL
             for pin in [p for p in self._pins if every or p.namespace == namespace]:
                 self._unpin(pin)
@@ -690,7 +706,7 @@ class PrefixCache:
                 f"say how many are whose with query_lens"
             )
         scale = self.spec.head_dim**-0.5 if softmax_scale is None else softmax_scale
-        with self._lock:
+        with self._guard:
             for lease, rows in zip(leases, query_lens, strict=True):
                 lease._require_open()
                 if lease._cache is not self:
@@ -752,14 +768,12 @@ class PrefixCache:
     @property
     def num_available_pages(self) -> int:
         """Free pages and those that eviction can free. O(1)."""
-        with self._lock:
-            self._reclaim()
+        with self._guard:
             return self.pool.num_available
 
     def stats(self) -> CacheStats:
         """Counts of this moment. Complexity: O(pages), vectorized."""
-        with self._lock:
-            self._reclaim()
+        with self._guard:
             pool, total = self.pool, self.pool.num_pages
             owners, in_tree = pool.ref_count[1:], pool.in_tree[1:]
             in_use = owners > 0
@@ -792,8 +806,7 @@ class PrefixCache:
 
         Complexity: O(pages + tokens of leases).
         """
-        with self._lock:
-            self._reclaim()
+        with self._guard:
             self.tree.check()
             pool = self.pool
             owners = pool.in_tree.astype(np.int32)
@@ -834,8 +847,8 @@ class PrefixCache:
     def _require_layer(self, layer: int) -> int:
         return require_int("layer", layer, 0, self.spec.num_layers - 1)
 
-    def _allocate(self, count: int, name: str) -> PageIds:
-        """Take pages, evicting if needed; nothing changes if they cannot be had."""
+    def _require_room(self, count: int, name: str) -> None:
+        """Raise CapacityError unless ``count`` pages are free or evictable."""
         pool = self.pool
         if count > pool.num_available:
             held = pool.num_pages - pool.num_available
@@ -844,9 +857,13 @@ class PrefixCache:
                 f"of {pool.num_pages} are free or evictable ({held} are held); release leases "
                 f"or pins, or raise KVConfig.capacity"
             )
-        if count > pool.num_free:
-            self.tree.evict(count - pool.num_free)
-        return pool.allocate(count)
+
+    def _allocate(self, count: int, name: str) -> PageIds:
+        """Take pages, evicting if needed; nothing changes if they cannot be had."""
+        self._require_room(count, name)
+        if count > self.pool.num_free:
+            self.tree.evict(count - self.pool.num_free)
+        return self.pool.allocate(count)
 
     def _fill_tail(self, pages: PageIds, start: int, stop: int) -> None:
         """Note how full the pages of tokens from ``start`` on are; `stats` alone reads it."""
@@ -866,11 +883,25 @@ class PrefixCache:
         self._num_pinned -= int(np.count_nonzero(self._pin_count[pin._pages] == 0))
         self.pool.drop(pin._pages)
 
+    def _give_back(self, what: PageIds | Pin) -> None:
+        """Take pages or a pin back, now or, inside another call of this thread, after it."""
+        self._returned.append(what)
+        with self._guard._lock:
+            if not self._guard.inside:
+                with self._guard:
+                    pass
+
     def _reclaim(self) -> None:
-        """Take back what dropped leases and expired pins held."""
-        while self._abandoned:
-            self.pool.drop(self._abandoned.popleft())
-        if self._pins:
+        """Take back what was given back or dropped, and what has outlived its time."""
+        while self._returned:
+            what = self._returned.popleft()
+            if isinstance(what, Pin):
+                self._unpin(what)
+            else:
+                self.pool.drop(what)
+        if self._timed_pins:
             now = self._now()
-            for pin in [p for p in self._pins if p._expires is not None and p._expires <= now]:
-                self._unpin(pin)
+            while self._timed_pins and self._timed_pins[0][0] <= now:
+                self._unpin(heappop(self._timed_pins)[2])
+        if self.tree.has_expiries:
+            self.tree.expire(self._now())

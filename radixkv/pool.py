@@ -245,11 +245,4 @@ def capacity_pages(capacity: int, bytes_per_page: int, detail: str) -> int:
     return num_pages
 
 
-__all__ = [
-    "NULL_PAGE",
-    "PageIds",
-    "PagePool",
-    "PageStorage",
-    "capacity_pages",
-    "free_device_bytes",
-]
+__all__ = ["NULL_PAGE", "PageIds", "PagePool", "PageStorage", "capacity_pages", "free_device_bytes"]

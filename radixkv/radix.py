@@ -17,11 +17,13 @@ import sys
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from sortedcontainers import SortedDict, SortedList
+from sortedcontainers import SortedDict, SortedList  # type: ignore[import-untyped]
 
 from radixkv.errors import CacheInvariantError
 
@@ -30,6 +32,7 @@ PageIds = NDArray[np.int32]
 TOKEN_BYTES = 4
 MAX_TOKEN_ID = 2**31 - 1
 _NO_PAGES: PageIds = np.empty(0, dtype=np.int32)
+EXPIRED = -(2**63)  # the priority of what has outlived its time
 _WIDE = 256  # children from which on their order is a SortedList, not a list
 
 
@@ -175,6 +178,7 @@ class Children:
         return len(self.by_key)
 
     def add(self, key: bytes, node: Node) -> None:
+        """Complexity: O(log(children))."""
         self.by_key[key] = node
         if isinstance(self.order, list):
             insort(self.order, key)
@@ -310,6 +314,8 @@ class RadixTree:
         self._policy = POLICIES[eviction]
         self._evictable: Any = SortedDict()  # policy key -> leaf
         self._blocked: dict[int, Node] = {}  # tail page held by others -> leaf
+        self._expiries: list[tuple[float, int, Node]] = []  # heap; stale entries are skipped
+        self._num_scheduled = 0
         pool.on_release = self._on_release
 
     # --- reading -----------------------------------------------------------------------
@@ -334,10 +340,7 @@ class RadixTree:
         page_ids = np.frombuffer(b"".join(parts), dtype=np.int32)
         end = node if child is None else child
         return Match(
-            (passed + shared) // TOKEN_BYTES,
-            page_ids,
-            page_id,
-            end if end.parent else None,
+            (passed + shared) // TOKEN_BYTES, page_ids, page_id, end if end.parent else None
         )
 
     def _walk(
@@ -379,7 +382,7 @@ class RadixTree:
         page_ids: PageIds,
         namespace: Hashable = None,
         *,
-        priority: int = 0,
+        priority: int | None = None,
         expires: float | None = None,
     ) -> tuple[PageIds, Node | None]:
         """Make ``tokens`` findable; what is there already stays as it is.
@@ -415,7 +418,8 @@ class RadixTree:
             end = child  # all of it lies inside a page of the tree
             parts.append(child.page_ids[cut_pages : cut_pages + 4])
         else:
-            parts = [b"".join(parts), fresh.tobytes()]  # before an edge among them grows
+            parts.append(fresh.tobytes())
+            parts = [b"".join(parts)]  # now: a part may be an edge that is about to grow
             if child is not None and shared == len(child.tokens):
                 self._grow(child, cut, rest, fresh)
                 end = child
@@ -456,6 +460,9 @@ class RadixTree:
         leaf.tokens[cut:] = tokens
         leaf.page_ids[4 * (cut // self.page_bytes) :] = page_ids.tobytes()
         self.num_tokens += (len(tokens) - len(old)) // TOKEN_BYTES
+        if superseded.size and superseded[0] == page_ids[0]:
+            self.pool.enter_tree(page_ids[1:])  # the same page, of which more is published now
+            return
         self.pool.enter_tree(page_ids)
         if superseded.size:
             freed = self.pool.leave_tree(superseded)
@@ -470,6 +477,8 @@ class RadixTree:
         upper = Node(lower.tokens[:cut], lower.page_ids[:cut_pages], parent)
         upper.last_access, upper.num_hits = lower.last_access, lower.num_hits
         upper.priority, upper.expires = lower.priority, lower.expires
+        if upper.expires is not None:
+            self._schedule(upper)
         parent.children.by_key[bytes(upper.tokens[: self.page_bytes])] = upper
         del lower.tokens[:cut]
         del lower.page_ids[:cut_pages]
@@ -479,42 +488,84 @@ class RadixTree:
         self.num_nodes += 1
         return upper
 
-    def _merge(self, node: Node) -> Node:
-        """Join a node that has one child with it; the child stays, so its own children do too."""
+    def _join(self, node: Node) -> bool:
+        """Join an inner node with its only child, if the two would be evicted as one.
+
+        The child stays, so that its own children keep their parent.
+        """
         assert node.children is not None and node.parent is not None
-        assert node.parent.children is not None
+        if len(node.children) != 1:
+            return False
         (child,) = node.children.by_key.values()
+        if self._policy(node) != self._policy(child) or node.expires != child.expires:
+            return False
+        assert node.parent.children is not None
         node.tokens += child.tokens
         node.page_ids += child.page_ids
-        child.tokens, child.page_ids, child.parent = (
-            node.tokens,
-            node.page_ids,
-            node.parent,
-        )
+        child.tokens, child.page_ids, child.parent = node.tokens, node.page_ids, node.parent
+        child.num_hits = max(child.num_hits, node.num_hits)
         node.parent.children.by_key[bytes(node.tokens[: self.page_bytes])] = child
+        node.parent = None
         self.num_nodes -= 1
-        return child
+        return True
 
     # --- who may go --------------------------------------------------------------------
 
-    def touch(self, node: Node, priority: int = 0, expires: float | None = None) -> None:
-        """Count the path to ``node`` as used now.
+    def touch(self, node: Node, priority: int | None = None, expires: float | None = None) -> None:
+        """Count the path to ``node`` as used now; raise its priority if one is given.
 
-        Complexity: O(depth + log(leaves)).
+        Complexity: O(depth + log(leaves)), and the bytes of edges that are joined.
         """
         self.clock += 1
-        if node.key is not None:
-            del self._evictable[node.key]
+        self._unkey(node)
         walk: Node | None = node
-        while walk is not None:
+        while walk is not None and walk.parent is not None:
             walk.last_access = self.clock
             walk.num_hits += 1
-            if priority >= walk.priority:
+            if priority is not None and priority >= walk.priority:
                 walk.priority, walk.expires = priority, expires
+                if expires is not None:
+                    self._schedule(walk)
             walk = walk.parent
+        self._rekey(node)
+        walk = node
+        while walk.parent is not None and walk.parent.parent is not None:
+            walk = walk if self._join(walk.parent) else walk.parent
+
+    def _unkey(self, node: Node) -> None:
+        if node.key is not None:
+            del self._evictable[node.key]
+
+    def _rekey(self, node: Node) -> None:
         if node.key is not None:
             node.key = self._policy(node)
             self._evictable[node.key] = node
+
+    def _schedule(self, node: Node) -> None:
+        self._num_scheduled += 1
+        heappush(self._expiries, (node.expires, self._num_scheduled, node))
+
+    @property
+    def has_expiries(self) -> bool:
+        """Whether `expire` may have something to do."""
+        return bool(self._expiries)
+
+    def expire(self, now: float) -> None:
+        """Let the priorities whose time is over fall to the smallest.
+
+        Complexity: O(log(scheduled)) an expiry.
+        """
+        while self._expiries and self._expiries[0][0] <= now:
+            expires, _, node = heappop(self._expiries)
+            if node.expires != expires or node.parent is None:
+                continue  # it was given another time, or is gone
+            self._unkey(node)
+            node.priority, node.expires = EXPIRED, None
+            self._rekey(node)
+            if node.children is not None:
+                self._join(node)
+            elif node.parent.parent is not None:
+                self._join(node.parent)
 
     def settle(self, node: Node | None) -> None:
         """Look again whether a leaf is evictable, after its last page got another holder."""
@@ -598,17 +649,14 @@ class RadixTree:
         parent.children.remove(key)
         self.num_nodes -= 1
         leaf.parent = None
-        left = len(parent.children)
         if parent.parent is None:
-            if not left:
+            if not parent.children:
                 self._forget_root(parent)
-        elif left == 0:
+        elif not parent.children:
             parent.children = None
             self._place(parent)
-        elif left == 1:
-            merged = self._merge(parent)
-            if merged.children is None and merged.key is None and not merged.blocked_by:
-                self._place(merged)
+        else:
+            self._join(parent)
 
     def _forget_root(self, root: Node) -> None:
         for namespace, known in self.roots.items():
@@ -658,38 +706,27 @@ class RadixTree:
                 pages = np.frombuffer(bytes(node.page_ids), dtype=np.int32)
                 owned.extend(pages.tolist())
                 require(len(node.tokens) > 0, "an empty edge")
-                require(
-                    pages.size == -(-len(node.tokens) // self.page_bytes),
-                    "pages of an edge",
-                )
+                require(pages.size == -(-len(node.tokens) // self.page_bytes), "pages of an edge")
                 if node.children is None:
                     num_leaves += 1
                     tail = self._tail_page(node)
                     if self.pool.ref_count[tail] > 1:
                         require(node.blocked_by == tail, "a held tail that is not blocked")
-                        require(
-                            self._blocked.get(tail) is node,
-                            "a blocked leaf is not listed",
-                        )
-                        require(
-                            bool(self.pool.watched[tail]),
-                            "a blocked tail is not watched",
-                        )
+                        require(self._blocked.get(tail) is node, "a blocked leaf is not listed")
+                        require(bool(self.pool.watched[tail]), "a blocked tail is not watched")
                         require(node.key is None, "a held leaf among the evictable")
                     else:
                         require(node.key == self._policy(node), "a leaf under an old key")
                         require(self._evictable.get(node.key) is node, "an unlisted leaf")
                         require(node.blocked_by == 0, "a free leaf among the blocked")
                 else:
-                    require(len(node.children) > 1, "a node with one child")
-                    require(
-                        len(node.tokens) % self.page_bytes == 0,
-                        "an inner part-filled page",
-                    )
-                    require(
-                        node.key is None and not node.blocked_by,
-                        "an inner node to evict",
-                    )
+                    require(len(node.children) > 0, "an inner node without children")
+                    if len(node.children) == 1:
+                        (child,) = node.children.by_key.values()
+                        same = self._policy(node) == self._policy(child)
+                        require(not same or node.expires != child.expires, "an edge in two pieces")
+                    require(len(node.tokens) % self.page_bytes == 0, "an inner part-filled page")
+                    require(node.key is None and not node.blocked_by, "an inner node to evict")
             for node in [root, *self._nodes(root)]:
                 if node.children is None:
                     continue
@@ -698,19 +735,14 @@ class RadixTree:
                 for key, child in node.children.by_key.items():
                     require(child.parent is node, "a parent link")
                     require(key == bytes(child.tokens[: self.page_bytes]), "a child's key")
-                for left, right in zip(keys, keys[1:], strict=False):
+                for left, right in pairwise(keys):
                     require(not right.startswith(left), "a key that is a prefix of another")
         require(num_nodes == self.num_nodes, f"{num_nodes} nodes, counted {self.num_nodes}")
+        require(num_tokens == self.num_tokens, f"{num_tokens} tokens, counted {self.num_tokens}")
         require(
-            num_tokens == self.num_tokens,
-            f"{num_tokens} tokens, counted {self.num_tokens}",
-        )
-        require(
-            num_leaves == len(self._evictable) + len(self._blocked),
-            "leaves that are not placed",
+            num_leaves == len(self._evictable) + len(self._blocked), "leaves that are not placed"
         )
         require(len(set(owned)) == len(owned), "a page that two nodes own")
         require(
-            sorted(owned) == np.flatnonzero(self.pool.in_tree).tolist(),
-            "the pages of the tree",
+            sorted(owned) == np.flatnonzero(self.pool.in_tree).tolist(), "the pages of the tree"
         )
