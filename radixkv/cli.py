@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return 0
 
 
@@ -77,6 +78,15 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--capacity", help='bytes for KV pages, such as "512MiB"')
 
 
+def _require_model(name: str) -> None:
+    """Refuse what reads like a path and leads nowhere, before a hub is asked for it."""
+    path = Path(name)
+    if (path.is_absolute() or name.startswith(".") or len(path.parts) > 2) and not path.exists():
+        raise ValueError(
+            f"--model: expected a folder or a hub id, got {name!r}; there is no such folder"
+        )
+
+
 def load_engine(model: str | None, config: KVConfig) -> Engine:
     """Load the model that ``--model`` names, or the small one, and build an engine around it.
 
@@ -85,6 +95,8 @@ def load_engine(model: str | None, config: KVConfig) -> Engine:
     """
     from radixkv.models import hidden_progress_bars, prepare_small_model
 
+    if model is not None:
+        _require_model(model)
     name = model if model is not None else str(prepare_small_model(progress=True))
     from radixkv.engine import Engine
 
@@ -290,6 +302,7 @@ def _read_geometry(arguments: argparse.Namespace) -> tuple[KVSpec, int | None]:
 
     from transformers import AutoConfig
 
+    _require_model(arguments.model)
     try:
         config = AutoConfig.from_pretrained(arguments.model).get_text_config()
     except OSError as error:
