@@ -311,8 +311,8 @@ def test_links_in_the_documents_lead_somewhere():
         targets = re.findall(r"""(?:\]\(|href=")([^)"#]+)""", document.read_text(encoding="utf-8"))
         local = [link for link in targets if "://" not in link]
         missing = [link for link in local if not (document.parent / link).exists()]
-        assert local, document
         assert not missing, document
+        assert local or document.name == "CHANGELOG.md", document
 
 
 def test_readme_commands_are_one_line_each_and_ci_runs_the_second():
