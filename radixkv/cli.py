@@ -7,6 +7,7 @@ Nothing heavy is imported before a sub-command needs it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -20,8 +21,9 @@ from radixkv.config import KV_DTYPES, BeamParams, KVConfig, SamplingParams, requ
 from radixkv.errors import RadixKVError
 
 if TYPE_CHECKING:
-    from radixkv.engine import Engine, Result
+    from radixkv.engine import Engine
     from radixkv.quant import KVSpec
+    from radixkv.request import Result
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -41,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return 0
 
 
@@ -75,19 +78,33 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--capacity", help='bytes for KV pages, such as "512MiB"')
 
 
+def _require_model(name: str) -> None:
+    """Refuse what reads like a path and leads nowhere, before a hub is asked for it."""
+    path = Path(name)
+    if (path.is_absolute() or name.startswith(".") or len(path.parts) > 2) and not path.exists():
+        raise ValueError(
+            f"--model: expected a folder or a hub id, got {name!r}; there is no such folder"
+        )
+
+
 def load_engine(model: str | None, config: KVConfig) -> Engine:
     """Load the model that ``--model`` names, or the small one, and build an engine around it.
 
     Raises:
         RadixKVError: there is no such model.
     """
-    from radixkv.models import prepare_small_model
+    from radixkv.models import hidden_progress_bars, prepare_small_model
 
+    if model is not None:
+        _require_model(model)
     name = model if model is not None else str(prepare_small_model(progress=True))
     from radixkv.engine import Engine
 
+    # Only a download is worth a bar.
+    hidden = hidden_progress_bars() if Path(name).is_dir() else contextlib.nullcontext()
     try:
-        return Engine.from_pretrained(name, kv=config)
+        with hidden:
+            return Engine.from_pretrained(name, kv=config)
     except OSError as error:  # how transformers says that it found no model
         raise RadixKVError(
             f"--model: expected the folder or hub id of a transformers causal LM, got {name!r}; "
@@ -285,6 +302,7 @@ def _read_geometry(arguments: argparse.Namespace) -> tuple[KVSpec, int | None]:
 
     from transformers import AutoConfig
 
+    _require_model(arguments.model)
     try:
         config = AutoConfig.from_pretrained(arguments.model).get_text_config()
     except OSError as error:
@@ -396,10 +414,11 @@ def _print_calc(setting: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         title=title,
         caption=f"{setting['num_layers']} layers, {setting['num_kv_heads']} KV heads, head_dim "
         f"{setting['head_dim']}, {setting['dtype']}; pages of {setting['page_size']} tokens; "
-        f"preallocated: {setting['max_length']:,} tokens a sequence in {setting['dtype']}",
+        f"copies: nothing shared; reserved: {setting['max_length']:,} tokens a sequence in "
+        f"{setting['dtype']}; saved: reserved / in pages",
     )
     table.add_column("KV format")
-    for heading in ("bytes a token", "pages", "in pages", "separate copies", "preallocated"):
+    for heading in ("bytes/token", "pages", "in pages", "copies", "reserved"):
         table.add_column(heading, justify="right")
     table.add_column("saved", justify="right")
     for row in rows:

@@ -19,18 +19,18 @@ from rich.table import Table
 from radixkv.config import BeamParams, SamplingParams
 from radixkv.engine import Engine
 
-SYSTEM = "You answer questions about a handbook in one short sentence."
 QUESTIONS = (
-    "In which year was the house built, and by whom?",
-    "How much does a bag of flour cost?",
-    "On which day of the week is the mill closed to visitors?",
-    "Why is oil not used to grease the axle?",
-    "Who is the head warden and where does she live?",
+    "When was the house built, and by whom?",
+    "What is the inn in the village called?",
+    "When did otters come back to the creek?",
+    "How often are the stones dressed?",
+    "What did the sea carry as far as the church?",
 )
-STORY = "Write one sentence about a visit to the mill by night."
+STORY = "Describe the mill in one sentence."
 NUM_SAMPLES = 8
 BEAM_WIDTH = 4
-ANSWER_TOKENS = 40
+ANSWER_TOKENS = 32
+SENTENCE_ENDS = (". ", ".\n")  # a small model's second sentence is seldom as true as its first
 
 Chat = list[dict[str, str]]
 
@@ -53,6 +53,7 @@ def run_demo(engine: Engine, console: Console) -> dict[str, Any]:
         console.print("float32, because most CPUs have to emulate the products of bfloat16")
     # The first pass of a process also pays for compiling and for memory never touched before.
     engine.generate("Good morning", max_new_tokens=2)
+    engine.cache.clear()
     figures = {
         **setting,
         "document_tokens": len(_encode(engine, document())),
@@ -96,12 +97,13 @@ def hardware(device: torch.device) -> str:
 def ask_questions(engine: Engine, console: Console) -> dict[str, Any]:
     """Stream an answer to each question; the document before it is computed once."""
     console.rule("1. Five questions about one document")
+    params = SamplingParams(temperature=0, max_new_tokens=ANSWER_TOKENS, stop=SENTENCE_ENDS)
     rows: list[dict[str, Any]] = []
     for question in QUESTIONS:
         prompt = _encode(engine, _chat(question))
         console.print(f"\n[bold]{question}[/bold]")
         before, start, ttft_s, answer = engine.cache.stats(), time.perf_counter(), None, ""
-        for delta in engine.stream(prompt, temperature=0, max_new_tokens=ANSWER_TOKENS):
+        for delta in engine.stream(prompt, params):
             ttft_s = time.perf_counter() - start if ttft_s is None else ttft_s
             answer += delta.text
             console.print(delta.text, end="", markup=False, soft_wrap=True)
@@ -195,8 +197,8 @@ def show_cache(engine: Engine, console: Console) -> None:
 
 def _chat(question: str) -> Chat:
     return [
-        {"role": "system", "content": SYSTEM},
-        {"role": "user", "content": f"{document()}\n{question}"},
+        {"role": "system", "content": f"Answer from this handbook.\n\n{document()}"},
+        {"role": "user", "content": question},
     ]
 
 

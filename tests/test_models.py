@@ -81,7 +81,7 @@ def test_a_first_call_saves_exactly_what_the_package_holds(
     assert [step for step in steps if step in models._STEPS] == list(models._STEPS)
     assert "it/s" not in said.err  # no bars but ours
 
-    with models._quiet_transformers():
+    with models.hidden_progress_bars():
         read = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.float32
         ).eval()
@@ -125,7 +125,7 @@ def test_later_calls_load_neither_torch_nor_transformers(folder, tmp_path):
 
 def test_the_model_knows_its_language(folder):
     """Real weights: it goes on where a random model could not."""
-    with models._quiet_transformers():
+    with models.hidden_progress_bars():
         model = AutoModelForCausalLM.from_pretrained(folder).eval()
         tokenizer = AutoTokenizer.from_pretrained(folder)
     token_ids = torch.tensor([tokenizer("The capital of France is")["input_ids"]])
@@ -230,6 +230,6 @@ def test_a_cache_that_cannot_be_written_names_the_setting(tmp_path, monkeypatch)
 
 def test_transformers_keeps_its_progress_bars():
     shown = logging.is_progress_bar_enabled()
-    with models._quiet_transformers():
+    with models.hidden_progress_bars():
         assert not logging.is_progress_bar_enabled()
     assert logging.is_progress_bar_enabled() == shown

@@ -58,14 +58,15 @@ IMPORT_ORDER = [
     "quant",
     "reference",
     "pool",
+    "cpu_backend",
     "attention",
     "cache",
     "batch",
+    "model",
     "text",
     "sampling",
     "beam",
     "scheduler",
-    "model",
     "request",
     "branch",
     "engine",
@@ -305,11 +306,13 @@ def readme_blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
 
 
-def test_readme_links_lead_somewhere():
-    targets = re.findall(r"\]\(([^)#]+)\)", README.read_text(encoding="utf-8"))
-    missing = [link for link in targets if "://" not in link and not (ROOT / link).exists()]
-    assert targets
-    assert not missing
+def test_links_in_the_documents_lead_somewhere():
+    for document in (README, *(ROOT / "docs").glob("*.md")):
+        targets = re.findall(r"""(?:\]\(|href=")([^)"#]+)""", document.read_text(encoding="utf-8"))
+        local = [link for link in targets if "://" not in link]
+        missing = [link for link in local if not (document.parent / link).exists()]
+        assert not missing, document
+        assert local or document.name == "CHANGELOG.md", document
 
 
 def test_readme_commands_are_one_line_each_and_ci_runs_the_second():
@@ -321,11 +324,22 @@ def test_readme_commands_are_one_line_each_and_ci_runs_the_second():
     assert "\n" not in demo + check
 
 
-@pytest.mark.slow
-def test_readme_code_finds_the_second_prompt_in_the_cache(tmp_path):
+def test_readme_code_is_the_first_example():
     (code,) = readme_blocks("python")
-    lines = run_python(code, cwd=tmp_path).splitlines()
+    assert code == (ROOT / "examples" / "quick_start.py").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_readme_code_finds_the_second_prompt_in_the_cache(installed, tmp_path):
+    (code,) = readme_blocks("python")
+    lines = run_python(code, cwd=tmp_path, python=installed).splitlines()
     counts = [re.search(r"(\d+) of (\d+) prompt tokens from the cache", line) for line in lines]
     first, second = ((int(found[1]), int(found[2])) for found in counts if found)
     assert first[0] == 0
     assert second[0] > 0.9 * second[1]
+
+
+def test_the_cache_alone_serves_a_loop_of_ones_own(tmp_path):
+    code = (ROOT / "examples" / "own_loop.py").read_text(encoding="utf-8")
+    lines = run_python(code, cwd=tmp_path).splitlines()
+    assert lines == ["0 of 102 tokens cached, 102 run", "100 of 103 tokens cached, 3 run"]
