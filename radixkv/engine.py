@@ -289,8 +289,8 @@ class Engine:
         *,
         namespace: Hashable = None,
         **fields: Any,
-    ) -> Iterator[Delta]:
-        """The deltas of one prompt's samples, as they come.
+    ) -> Stream:
+        """The deltas of one prompt's samples, as they come: an iterator of `Delta`.
 
         Closing the iterator, breaking out of a loop over it or dropping it aborts the request
         and gives its pages back.
@@ -772,8 +772,12 @@ class Engine:
         self.close()
 
 
-class Stream:
-    """An iterator of `Delta`; closing, dropping or leaving it aborts its request."""
+class Stream(Iterator[Delta]):
+    """An iterator of `Delta`; closing, dropping or leaving it aborts its request.
+
+    Attributes:
+        request: what it streams; `Request.result` gives the whole at the end.
+    """
 
     def __init__(self, engine: Engine, request: Request) -> None:
         self._engine = engine

@@ -183,7 +183,7 @@ class Int4Format(KVFormat):
         real = torch.cat([codes & 15, codes >> 4], dim=-1).float()
         scale, zero = scales.float().unflatten(-1, (-1, 2)).split(1, dim=-1)
         rows: Tensor = real.unflatten(-1, (-1, self.group_size)) * scale + zero
-        return rows.flatten(-2)  # type: ignore[no-any-return]
+        return rows.flatten(-2)
 
 
 class ModelFormat(KVFormat):
@@ -230,7 +230,8 @@ def hadamard(head_dim: int, device: torch.device | str = "cpu") -> Tensor:
     while block.shape[0] < size:
         block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
     block = block / size**0.5
-    return torch.block_diag(*[block] * (head_dim // size)).float().to(device)
+    rotation: Tensor = torch.block_diag(*[block] * (head_dim // size)).float().to(device)
+    return rotation
 
 
 class LayerPages(NamedTuple):
