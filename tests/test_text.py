@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -406,26 +407,18 @@ def test_threads_with_one_tokenizer_get_their_single_thread_results():
     tokenizer = byte_level()
     texts = [f"the {i} \U0001f600 ab\u20ac" * (1 + i % 3) for i in range(16)]
     expected = [BYTES(text)["input_ids"] for text in texts]
-    wrong = []
+    tokenizer.pad_token = "</s>"
 
     def work(i):
-        try:
-            for _ in range(12):
-                found = encode_prompt(tokenizer, texts[i], vocab_size=len(tokenizer))
-                with tokenizer_lock(tokenizer):
-                    tokenizer(texts[i], truncation=True, max_length=3 + i, padding="max_length")
-                if found != expected[i] or run(tokenizer, found)[1].text != texts[i]:
-                    wrong.append(i)
-        except Exception as error:
-            wrong.append(error)
+        for _ in range(12):
+            found = encode_prompt(tokenizer, texts[i], vocab_size=len(tokenizer))
+            with tokenizer_lock(tokenizer):
+                tokenizer(texts[i], truncation=True, max_length=3 + i, padding="max_length")
+            assert found == expected[i]
+            assert run(tokenizer, found)[1].text == texts[i]
 
-    tokenizer.pad_token = "</s>"
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    with ThreadPoolExecutor(16) as threads:
+        list(threads.map(work, range(16)))
 
 
 def test_one_lock_a_tokenizer_taken_again_by_its_thread():
