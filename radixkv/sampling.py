@@ -38,6 +38,8 @@ from radixkv.errors import NonFiniteError
 
 # Rows are processed so many logits at a time: bounds the copies, and fits a CPU's cache better.
 _CHUNK_LOGITS = 1 << 22
+# top_p sums the weights by score, in buckets this many a nat; the last one takes all beyond.
+_BUCKETS_A_NAT, _NUM_BUCKETS = 32, 1024
 # Factors and biases are held within float32, so that 0 / 0 and inf - inf cannot come up.
 _TINY, _HUGE = 1e-30, 1e30
 
@@ -112,7 +114,7 @@ def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
         NonFiniteError: a row with NaN or +inf, or with nothing but -inf, in the model's logits
             or after processing; the message names it. What a logits processor raises passes.
 
-    Complexity: O(num_rows * vocab), and a partial sort of rows with top_k or top_p.
+    Complexity: O(num_rows * vocab); top_k and top_p sort the few tokens near their border.
     """
     _require_rows(logits, len(rows))
     out: list[Sampled] = []
@@ -220,7 +222,7 @@ def _top_dicts(
     logprobs: Sequence[float],
     ks: Sequence[int],
 ) -> list[dict[int, float]]:
-    best, best_ids = logits.topk(min(max(ks), logits.shape[1]), dim=-1)
+    best, best_ids = largest(logits, max(ks))
     values = (best - normalizer[:, None]).tolist()
     out = []
     for row_ids, row_values, token_id, logprob, k in zip(
@@ -305,7 +307,7 @@ def _draw(scores: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
     picked = [i for i, row in enumerate(rows) if row.params.top_p < 1.0]
     if picked:
         top_p = [rows[i].params.top_p for i in picked]
-        weights[picked] = _keep_top_p(weights[picked], top_p)
+        weights[picked] = _keep_top_p(scores[picked], weights[picked], top_p)
     if any(row.params.min_p for row in rows):
         # The best weighs exactly 1, so a weight is its share of the best.
         min_p = torch.tensor([row.params.min_p for row in rows], device=device)
@@ -323,36 +325,85 @@ def _draw(scores: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
 def _keep_top_k(scores: Tensor, ks: Sequence[int]) -> Tensor:
     """Return scores with -inf below the k-th largest of each row."""
     limited = torch.tensor([min(k, scores.shape[1]) for k in ks], device=scores.device)
-    best = scores.topk(min(max(ks), scores.shape[1]), dim=-1).values
+    best, _ = largest(scores, max(ks))
     kth = best.gather(1, limited[:, None] - 1)
     return scores.masked_fill(scores < kth, -torch.inf)
 
 
-def _keep_top_p(weights: Tensor, top_ps: Sequence[float]) -> Tensor:
-    """Return weights with 0 outside the fewest largest whose share reaches top_p."""
-    vocab = weights.shape[1]
-    goal = torch.tensor(top_ps, dtype=torch.float64, device=weights.device)
-    goal = goal * weights.sum(dim=-1, dtype=torch.float64)
-    out = weights
-    todo = torch.arange(weights.shape[0], device=weights.device)
-    num_best = min(128, vocab)
-    while len(todo):
-        # Most rows reach their goal within a few tokens: sort those few, more where they don't.
-        best = weights[todo].topk(num_best, dim=-1).values
-        before = best.cumsum(dim=-1, dtype=torch.float64)
-        reached = before[:, -1] >= goal[todo]
-        if num_best == vocab:
-            reached = torch.ones_like(reached)
-        if reached.any():
-            rows = todo[reached]
-            before = (before - best)[reached]
-            num_kept = (before < goal[rows, None]).sum(dim=-1, keepdim=True).clamp_(min=1)
-            lowest = best[reached].gather(1, num_kept - 1)
-            num_ties = num_kept - (best[reached] > lowest).sum(dim=-1, keepdim=True)
-            mine = weights[rows]
-            equal = mine == lowest
-            kept = (mine > lowest) | (equal & (equal.cumsum(dim=-1) <= num_ties))
-            out[rows] = torch.where(kept, mine, 0.0)
-            todo = todo[~reached]
-        num_best = min(num_best * 8, vocab)
-    return out
+def _keep_top_p(scores: Tensor, weights: Tensor, top_ps: Sequence[float]) -> Tensor:
+    """Return weights with 0 outside the fewest largest whose share reaches top_p.
+
+    The weights are summed by bucket of score. The border is in the bucket whose sum reaches the
+    share, so that only that bucket's tokens are sorted.
+
+    Args:
+        scores: log of the weights, 0 or below. Shape [num_rows, vocab].
+        weights: their exponentials. Same shape.
+        top_ps: the share, one a row.
+    """
+    num_rows = len(top_ps)
+    bucket = (scores * -_BUCKETS_A_NAT).clamp_(max=_NUM_BUCKETS - 1).long()
+    first = torch.arange(num_rows, device=scores.device)[:, None] * _NUM_BUCKETS
+    sums = torch.bincount(
+        (bucket + first).view(-1), weights.double().view(-1), minlength=num_rows * _NUM_BUCKETS
+    ).view(num_rows, _NUM_BUCKETS)
+    upto = sums.cumsum(dim=-1)
+    goal = torch.tensor(top_ps, dtype=torch.float64, device=scores.device) * upto[:, -1]
+    border = torch.searchsorted(upto, goal[:, None]).clamp_(max=_NUM_BUCKETS - 1)
+    before = (upto - sums).gather(1, border)
+
+    ids, values = _members(weights, bucket == border, fill=0.0)
+    values, order = values.sort(dim=-1, descending=True, stable=True)
+    before = before + values.cumsum(dim=-1, dtype=torch.float64) - values
+    # Rounding may put the border at the start of the next bucket: the best is always kept.
+    kept = before < goal[:, None]
+    kept[:, 0] |= border[:, 0] == 0
+    out = weights.masked_fill(bucket >= border, 0.0)
+    # Places that only fill a short row have weight 0, so adding them changes nothing.
+    return out.scatter_add_(1, ids.gather(1, order), values * kept)
+
+
+def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k largest of each row and their columns, of equal ones the lowest first.
+
+    At most as many as there are columns. Blocks of columns are looked at by their maxima: the
+    k-th largest maximum is a lower bound of the k-th largest, so that only what reaches it is
+    sorted.
+
+    Args:
+        scores: Shape [num_rows, num_columns], no NaN.
+        k: how many a row.
+    Returns:
+        Values and int64 columns. Shapes [num_rows, min(k, num_columns)].
+
+    >>> largest(torch.tensor([[1.0, 3.0, 2.0, 3.0]]), 3)[1].tolist()
+    [[1, 3, 2]]
+    """
+    num_rows, num_columns = scores.shape
+    k = min(k, num_columns)
+    size = num_columns // max(1, 4 * k)
+    if size < 4 or k == 0:
+        values, columns = scores.sort(dim=-1, descending=True, stable=True)
+        return values[:, :k], columns[:, :k]
+    num_blocks = num_columns // size
+    maxima = scores[:, : num_blocks * size].reshape(num_rows, num_blocks, size).amax(dim=-1)
+    bound = maxima.topk(k, dim=-1).values[:, -1:]
+    columns, values = _members(scores, scores >= bound, fill=-torch.inf)
+    values, order = values.sort(dim=-1, descending=True, stable=True)
+    return values[:, :k], columns.gather(1, order[:, :k])
+
+
+def _members(values: Tensor, mask: Tensor, *, fill: float) -> tuple[Tensor, Tensor]:
+    """Return the columns where ``mask`` holds, ascending, and the values there.
+
+    Shapes [num_rows, most in a row]; shorter rows end in column 0 with the value ``fill``.
+    """
+    rows, columns = mask.nonzero(as_tuple=True)
+    counts = mask.sum(dim=-1)
+    places = torch.arange(len(rows), device=mask.device) - (counts.cumsum(0) - counts)[rows]
+    shape = (mask.shape[0], int(counts.max()))
+    out_columns = columns.new_zeros(shape)
+    out_columns[rows, places] = columns
+    out_values = values.new_full(shape, fill)
+    out_values[rows, places] = values[rows, columns]
+    return out_columns, out_values

@@ -231,11 +231,11 @@ def test_of_equal_probabilities_top_p_keeps_the_lowest_ids(top_p, kept):
 
 
 def test_top_p_over_many_tokens_keeps_what_a_full_sort_keeps():
-    # Flat enough that each of the partial sorts is used, with ties in between.
     logits = (random_logits(6, 5000, seed=1, scale=0.5) * 4).round() / 4
     for i, top_p in enumerate([0.001, 0.05, 0.3, 0.6, 0.95, 0.9999]):
-        weights = (logits[i] - logits[i].max()).exp()[None]
-        found = sampling._keep_top_p(weights.clone(), [top_p])[0]
+        scores = (logits[i] - logits[i].max())[None]
+        weights = scores.exp()
+        found = sampling._keep_top_p(scores, weights.clone(), [top_p])[0]
         order = weights[0].sort(descending=True, stable=True).indices
         sorted_weights = weights[0, order].double()
         before = sorted_weights.cumsum(0) - sorted_weights
@@ -243,6 +243,22 @@ def test_top_p_over_many_tokens_keeps_what_a_full_sort_keeps():
         expected = torch.zeros_like(found)
         expected[order[keep]] = weights[0, order[keep]]
         assert torch.equal(found, expected)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_the_largest_are_those_of_a_stable_sort(data):
+    shape = (data.draw(st.integers(1, 4)), data.draw(st.sampled_from([1, 5, 97, 1000])))
+    scores = random_logits(*shape, data.draw(st.integers(0, 10**6)))
+    if data.draw(st.booleans()):
+        scores = scores.round()
+    scores[scores < data.draw(st.sampled_from([-INF, 0.0, 5.0]))] = -INF
+    k = data.draw(st.sampled_from([0, 1, 3, 20, 2000]))
+    values, columns = sampling.largest(scores, k)
+    order = scores.sort(descending=True, stable=True).indices[:, :k]
+    assert torch.equal(values, scores.gather(1, order))
+    possible = values > -INF
+    assert torch.equal(columns[possible], order[possible])
 
 
 def test_barred_tokens_are_never_drawn():
