@@ -25,7 +25,6 @@ from torch import Tensor
 
 from radixkv.config import BeamParams
 from radixkv.errors import NonFiniteError
-from radixkv.sampling import largest
 
 
 class Hypothesis(NamedTuple):
@@ -141,7 +140,7 @@ class BeamSearch:
         last_step = self.num_new_tokens == self.params.max_new_tokens
         penalty = self.num_new_tokens**self.params.length_penalty
 
-        # A stable sort: of equal sums, the better parent goes first, then the lowest id.
+        # A stable sort: of equal sums, the better parent goes first.
         scores, order = scores.flatten().sort(descending=True, stable=True)
         order = order[:num_kept]
         scores = scores[:num_kept]
@@ -207,7 +206,7 @@ class BeamSearch:
                 f"logits: expected finite numbers or -inf, got NaN, +inf or nothing but -inf in "
                 f"the rows of beams {bad}; check the model's weights and dtype"
             )
-        best, tokens = largest(logits, num_kept)
+        best, tokens = logits.topk(min(num_kept, self.vocab_size), dim=-1)
         return (best - normalizer).cpu() + self._live_scores[:, None], tokens.cpu()
 
     def _cannot_improve(self) -> bool:

@@ -36,10 +36,8 @@ from torch import Tensor
 from radixkv.config import SamplingParams
 from radixkv.errors import NonFiniteError
 
-# Rows are processed so many logits at a time: bounds the copies, and fits a CPU's cache better.
-_CHUNK_LOGITS = 1 << 22
-# top_p sums the weights by score, in buckets this many a nat; the last one takes all beyond.
-_BUCKETS_A_NAT, _NUM_BUCKETS = 32, 1024
+# Rows are processed so many logits at a time: bounds the copies, and suits a CPU's caches.
+_CHUNK_LOGITS = {"cpu": 1 << 20, "other": 1 << 25}
 # Factors and biases are held within float32, so that 0 / 0 and inf - inf cannot come up.
 _TINY, _HUGE = 1e-30, 1e30
 
@@ -118,7 +116,7 @@ def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
     """
     _require_rows(logits, len(rows))
     out: list[Sampled] = []
-    per_chunk = max(1, _CHUNK_LOGITS // max(1, logits.shape[1]))
+    per_chunk = _rows_a_chunk(logits)
     for start in range(0, len(rows), per_chunk):
         stop = start + per_chunk
         out += _sample_chunk(logits[start:stop].float(), rows[start:stop], start)
@@ -138,7 +136,7 @@ def top_logprobs(logits: Tensor, token_ids: Sequence[int], k: int) -> list[dict[
     """
     _require_rows(logits, len(token_ids))
     out: list[dict[int, float]] = []
-    per_chunk = max(1, _CHUNK_LOGITS // max(1, logits.shape[1]))
+    per_chunk = _rows_a_chunk(logits)
     for start in range(0, len(token_ids), per_chunk):
         chunk = logits[start : start + per_chunk].float()
         own_ids = list(token_ids[start : start + per_chunk])
@@ -156,6 +154,11 @@ def _require_rows(logits: Tensor, num_rows: int) -> None:
             f"logits: expected shape [{num_rows}, vocab], got {list(logits.shape)}; give one row "
             f"of logits a sampled row"
         )
+
+
+def _rows_a_chunk(logits: Tensor) -> int:
+    kind = "cpu" if logits.device.type == "cpu" else "other"
+    return max(1, _CHUNK_LOGITS[kind] // logits.shape[1])
 
 
 def _require_finite(per_row: Tensor, start: int, where: str) -> None:
@@ -222,7 +225,7 @@ def _top_dicts(
     logprobs: Sequence[float],
     ks: Sequence[int],
 ) -> list[dict[int, float]]:
-    best, best_ids = largest(logits, max(ks))
+    best, best_ids = logits.topk(min(max(ks), logits.shape[1]), dim=-1)
     values = (best - normalizer[:, None]).tolist()
     out = []
     for row_ids, row_values, token_id, logprob, k in zip(
@@ -300,14 +303,15 @@ def _draw(scores: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
     # The best is at 0 before it is divided, so that no temperature overflows.
     scores = (scores - scores.amax(dim=-1, keepdim=True)).div_(temperature[:, None])
 
-    picked = [i for i, row in enumerate(rows) if row.params.top_k]
-    if picked:
-        scores[picked] = _keep_top_k(scores[picked], [rows[i].params.top_k for i in picked])
+    top_k = [row.params.top_k for row in rows]
+    if any(top_k):
+        at = _places(top_k)
+        scores[at] = _keep_top_k(scores[at], [k for k in top_k if k])
     weights = scores.exp()
-    picked = [i for i, row in enumerate(rows) if row.params.top_p < 1.0]
-    if picked:
-        top_p = [rows[i].params.top_p for i in picked]
-        weights[picked] = _keep_top_p(scores[picked], weights[picked], top_p)
+    left_out = [1.0 - row.params.top_p for row in rows]
+    if any(left_out):
+        at = _places(left_out)
+        weights[at] = _keep_top_p(weights[at], [share for share in left_out if share])
     if any(row.params.min_p for row in rows):
         # The best weighs exactly 1, so a weight is its share of the best.
         min_p = torch.tensor([row.params.min_p for row in rows], device=device)
@@ -322,81 +326,46 @@ def _draw(scores: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
     return torch.searchsorted(cumulative, torch.minimum(goal, last)[:, None], right=True)[:, 0]
 
 
+def _places(values: Sequence[float]) -> slice | list[int]:
+    """Return the places that are not 0; all of them as a slice, which copies nothing."""
+    return slice(None) if all(values) else [i for i, value in enumerate(values) if value]
+
+
 def _keep_top_k(scores: Tensor, ks: Sequence[int]) -> Tensor:
     """Return scores with -inf below the k-th largest of each row."""
     limited = torch.tensor([min(k, scores.shape[1]) for k in ks], device=scores.device)
-    best, _ = largest(scores, max(ks))
+    best = scores.topk(min(max(ks), scores.shape[1]), dim=-1).values
     kth = best.gather(1, limited[:, None] - 1)
     return scores.masked_fill(scores < kth, -torch.inf)
 
 
-def _keep_top_p(scores: Tensor, weights: Tensor, top_ps: Sequence[float]) -> Tensor:
-    """Return weights with 0 outside the fewest largest whose share reaches top_p.
+def _keep_top_p(weights: Tensor, left_out: Sequence[float]) -> Tensor:
+    """Return weights with 0 outside the fewest largest that leave out at most a share.
 
-    The weights are summed by bucket of score. The border is in the bucket whose sum reaches the
-    share, so that only that bucket's tokens are sorted.
+    Tokens below ``left_out / vocab`` of the total are together less than what may be left out, so
+    they are out; only the others are sorted.
 
     Args:
-        scores: log of the weights, 0 or below. Shape [num_rows, vocab].
-        weights: their exponentials. Same shape.
-        top_ps: the share, one a row.
+        weights: of any total a row. Shape [num_rows, vocab].
+        left_out: 1 - top_p, one a row.
     """
-    num_rows = len(top_ps)
-    bucket = (scores * -_BUCKETS_A_NAT).clamp_(max=_NUM_BUCKETS - 1).long()
-    first = torch.arange(num_rows, device=scores.device)[:, None] * _NUM_BUCKETS
-    sums = torch.bincount(
-        (bucket + first).view(-1), weights.double().view(-1), minlength=num_rows * _NUM_BUCKETS
-    ).view(num_rows, _NUM_BUCKETS)
-    upto = sums.cumsum(dim=-1)
-    goal = torch.tensor(top_ps, dtype=torch.float64, device=scores.device) * upto[:, -1]
-    border = torch.searchsorted(upto, goal[:, None]).clamp_(max=_NUM_BUCKETS - 1)
-    before = (upto - sums).gather(1, border)
-
-    ids, values = _members(weights, bucket == border, fill=0.0)
+    share = torch.tensor(left_out, dtype=torch.float64, device=weights.device)[:, None]
+    total = weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    # A little lower, so that rounding leaves out none that belongs.
+    bound = (0.999 * share * total / weights.shape[1]).float()
+    ids, values = _members(weights, weights >= bound)
     values, order = values.sort(dim=-1, descending=True, stable=True)
-    before = before + values.cumsum(dim=-1, dtype=torch.float64) - values
-    # Rounding may put the border at the start of the next bucket: the best is always kept.
-    kept = before < goal[:, None]
-    kept[:, 0] |= border[:, 0] == 0
-    out = weights.masked_fill(bucket >= border, 0.0)
+    before = values.cumsum(dim=-1, dtype=torch.float64) - values
+    kept = before < (1 - share) * total
+    kept[:, 0] = True  # also where top_p is lost in rounding
     # Places that only fill a short row have weight 0, so adding them changes nothing.
-    return out.scatter_add_(1, ids.gather(1, order), values * kept)
+    return torch.zeros_like(weights).scatter_add_(1, ids.gather(1, order), values * kept)
 
 
-def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k largest of each row and their columns, of equal ones the lowest first.
+def _members(weights: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the columns where ``mask`` holds, ascending, and the weights there.
 
-    At most as many as there are columns. Blocks of columns are looked at by their maxima: the
-    k-th largest maximum is a lower bound of the k-th largest, so that only what reaches it is
-    sorted.
-
-    Args:
-        scores: Shape [num_rows, num_columns], no NaN.
-        k: how many a row.
-    Returns:
-        Values and int64 columns. Shapes [num_rows, min(k, num_columns)].
-
-    >>> largest(torch.tensor([[1.0, 3.0, 2.0, 3.0]]), 3)[1].tolist()
-    [[1, 3, 2]]
-    """
-    num_rows, num_columns = scores.shape
-    k = min(k, num_columns)
-    size = num_columns // max(1, 4 * k)
-    if size < 4 or k == 0:
-        values, columns = scores.sort(dim=-1, descending=True, stable=True)
-        return values[:, :k], columns[:, :k]
-    num_blocks = num_columns // size
-    maxima = scores[:, : num_blocks * size].reshape(num_rows, num_blocks, size).amax(dim=-1)
-    bound = maxima.topk(k, dim=-1).values[:, -1:]
-    columns, values = _members(scores, scores >= bound, fill=-torch.inf)
-    values, order = values.sort(dim=-1, descending=True, stable=True)
-    return values[:, :k], columns.gather(1, order[:, :k])
-
-
-def _members(values: Tensor, mask: Tensor, *, fill: float) -> tuple[Tensor, Tensor]:
-    """Return the columns where ``mask`` holds, ascending, and the values there.
-
-    Shapes [num_rows, most in a row]; shorter rows end in column 0 with the value ``fill``.
+    Shapes [num_rows, most in a row]; shorter rows end in column 0 with weight 0.
     """
     rows, columns = mask.nonzero(as_tuple=True)
     counts = mask.sum(dim=-1)
@@ -404,6 +373,6 @@ def _members(values: Tensor, mask: Tensor, *, fill: float) -> tuple[Tensor, Tens
     shape = (mask.shape[0], int(counts.max()))
     out_columns = columns.new_zeros(shape)
     out_columns[rows, places] = columns
-    out_values = values.new_full(shape, fill)
-    out_values[rows, places] = values[rows, columns]
-    return out_columns, out_values
+    out_weights = weights.new_zeros(shape)
+    out_weights[rows, places] = weights[rows, columns]
+    return out_columns, out_weights
