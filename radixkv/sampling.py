@@ -320,10 +320,9 @@ def _draw(scores: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
     numbers = [uniform(row.seed, row.index, len(row.token_ids)) for row in rows]
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     goal = torch.tensor(numbers, dtype=torch.float64, device=device) * cumulative[:, -1]
-    # The first token whose cumulative weight is above the goal, hence one with a weight; rounding
-    # of the product up to the total itself would be past the last such token.
-    last = torch.nextafter(cumulative[:, -1], torch.zeros_like(goal))
-    return torch.searchsorted(cumulative, torch.minimum(goal, last)[:, None], right=True)[:, 0]
+    # The first token whose cumulative weight is above the goal, hence one with a weight. A number
+    # of 53 bits below 1 times the total stays below the total.
+    return torch.searchsorted(cumulative, goal[:, None], right=True)[:, 0]
 
 
 def _places(values: Sequence[float]) -> slice | list[int]:

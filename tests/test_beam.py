@@ -185,6 +185,13 @@ def test_ignore_eos_and_stop_token_ids():
     assert search.results()[0].stop_reason == 0
 
 
+def test_width_one_ends_at_its_first_end_id_even_where_a_longer_beam_would_score_more():
+    fields = {"early_stopping": "never", "length_penalty": 3.0, "max_new_tokens": 3}
+    search = start(1, eos=[0], vocab=3, **fields)
+    assert search.advance(logits_of([0.5, 0.4, 0.1])) == [] and search.done
+    assert [h.token_ids for h in search.results()] == [[0]]
+
+
 def brute_force(first, then, width, eos, steps):
     """All finished sequences of a chain where each token's distribution is ``then``."""
     done, live = [], [((), 0.0)]

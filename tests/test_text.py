@@ -1,5 +1,6 @@
 """Prompts become ids or a clear error; streamed text is the decoded text, cut at stop strings."""
 
+import itertools
 import random
 import threading
 import time
@@ -159,21 +160,27 @@ def test_long_random_streams_are_the_text_of_all_tokens(name):
             assert stream.text == whole(tokenizer, token_ids)
 
 
+BYTE_OF = {BYTES.convert_ids_to_tokens(byte): byte for byte in range(256)}
+ID_OF = {
+    bytes(BYTE_OF[character] for character in BYTES.convert_ids_to_tokens(i)): i
+    for i in range(len(BYTES) - 3)
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("num_empty", [7, 8, 30, 100])
+def test_tokens_without_text_do_not_make_what_follows_the_start_of_the_text(name, num_empty):
+    tokenizer = TOKENIZERS[name]
+    none = len(tokenizer) + 1
+    for word in [i for i in range(len(tokenizer)) if i > len(tokenizer) - 12]:
+        token_ids = [*[word] * 30, *[none] * num_empty, word, word]
+        assert run(tokenizer, token_ids)[1].text == whole(tokenizer, token_ids)
+
+
 def ids_of_bytes(raw, sizes):
     """Ids of ``raw`` cut at ``sizes``; each part must be one token."""
-    vocabulary = {tokenizer_bytes(i): i for i in range(len(BYTES) - 3)}
-    at, out = 0, []
-    for size in sizes:
-        out.append(vocabulary[raw[at : at + size]])
-        at += size
-    return out
-
-
-def tokenizer_bytes(token_id):
-    mapping = {}
-    for i in range(256):
-        mapping[BYTES.convert_ids_to_tokens(i)] = i
-    return bytes(mapping[c] for c in BYTES.convert_ids_to_tokens(token_id))
+    ends = list(itertools.accumulate(sizes))
+    return [ID_OF[raw[end - size : end]] for end, size in zip(ends, sizes, strict=True)]
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 1), (1, 3), (2, 1, 1), (1, 1, 1, 1), (4,)])
