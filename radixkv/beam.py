@@ -140,7 +140,7 @@ class BeamSearch:
         last_step = self.num_new_tokens == self.params.max_new_tokens
         penalty = self.num_new_tokens**self.params.length_penalty
 
-        # Row-major order and a stable sort: of equal scores, the better parent goes first.
+        # A stable sort: of equal sums, the better parent goes first.
         scores, order = scores.flatten().sort(descending=True, stable=True)
         order = order[:num_kept]
         scores = scores[:num_kept]
@@ -200,15 +200,14 @@ class BeamSearch:
         """
         logits = logits.float()
         normalizer = torch.logsumexp(logits, dim=-1, keepdim=True)
-        best, tokens = logits.topk(min(num_kept, self.vocab_size), dim=-1)
-        logprobs = (best - normalizer).cpu()
         bad = (~normalizer.isfinite()).flatten().nonzero().flatten().tolist()
         if bad:
             raise NonFiniteError(
                 f"logits: expected finite numbers or -inf, got NaN, +inf or nothing but -inf in "
                 f"the rows of beams {bad}; check the model's weights and dtype"
             )
-        return logprobs + self._live_scores[:, None], tokens.cpu()
+        best, tokens = logits.topk(min(num_kept, self.vocab_size), dim=-1)
+        return (best - normalizer).cpu() + self._live_scores[:, None], tokens.cpu()
 
     def _cannot_improve(self) -> bool:
         params = self.params

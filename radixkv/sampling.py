@@ -36,8 +36,8 @@ from torch import Tensor
 from radixkv.config import SamplingParams
 from radixkv.errors import NonFiniteError
 
-# Rows are processed so many logits at a time: bounds the copies, and fits a CPU's cache better.
-_CHUNK_LOGITS = 1 << 22
+# Rows are processed so many logits at a time: bounds the copies, and suits a CPU's caches.
+_CHUNK_LOGITS = {"cpu": 1 << 20, "other": 1 << 25}
 # Factors and biases are held within float32, so that 0 / 0 and inf - inf cannot come up.
 _TINY, _HUGE = 1e-30, 1e30
 
@@ -112,11 +112,11 @@ def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
         NonFiniteError: a row with NaN or +inf, or with nothing but -inf, in the model's logits
             or after processing; the message names it. What a logits processor raises passes.
 
-    Complexity: O(num_rows * vocab), and a partial sort of rows with top_k or top_p.
+    Complexity: O(num_rows * vocab); top_k and top_p sort the few tokens near their border.
     """
     _require_rows(logits, len(rows))
     out: list[Sampled] = []
-    per_chunk = max(1, _CHUNK_LOGITS // max(1, logits.shape[1]))
+    per_chunk = _rows_a_chunk(logits)
     for start in range(0, len(rows), per_chunk):
         stop = start + per_chunk
         out += _sample_chunk(logits[start:stop].float(), rows[start:stop], start)
@@ -136,7 +136,7 @@ def top_logprobs(logits: Tensor, token_ids: Sequence[int], k: int) -> list[dict[
     """
     _require_rows(logits, len(token_ids))
     out: list[dict[int, float]] = []
-    per_chunk = max(1, _CHUNK_LOGITS // max(1, logits.shape[1]))
+    per_chunk = _rows_a_chunk(logits)
     for start in range(0, len(token_ids), per_chunk):
         chunk = logits[start : start + per_chunk].float()
         own_ids = list(token_ids[start : start + per_chunk])
@@ -154,6 +154,11 @@ def _require_rows(logits: Tensor, num_rows: int) -> None:
             f"logits: expected shape [{num_rows}, vocab], got {list(logits.shape)}; give one row "
             f"of logits a sampled row"
         )
+
+
+def _rows_a_chunk(logits: Tensor) -> int:
+    kind = "cpu" if logits.device.type == "cpu" else "other"
+    return max(1, _CHUNK_LOGITS[kind] // logits.shape[1])
 
 
 def _require_finite(per_row: Tensor, start: int, where: str) -> None:
@@ -298,14 +303,15 @@ def _draw(scores: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
     # The best is at 0 before it is divided, so that no temperature overflows.
     scores = (scores - scores.amax(dim=-1, keepdim=True)).div_(temperature[:, None])
 
-    picked = [i for i, row in enumerate(rows) if row.params.top_k]
-    if picked:
-        scores[picked] = _keep_top_k(scores[picked], [rows[i].params.top_k for i in picked])
+    top_k = [row.params.top_k for row in rows]
+    if any(top_k):
+        at = _places(top_k)
+        scores[at] = _keep_top_k(scores[at], [k for k in top_k if k])
     weights = scores.exp()
-    picked = [i for i, row in enumerate(rows) if row.params.top_p < 1.0]
-    if picked:
-        top_p = [rows[i].params.top_p for i in picked]
-        weights[picked] = _keep_top_p(weights[picked], top_p)
+    left_out = [1.0 - row.params.top_p for row in rows]
+    if any(left_out):
+        at = _places(left_out)
+        weights[at] = _keep_top_p(weights[at], [share for share in left_out if share])
     if any(row.params.min_p for row in rows):
         # The best weighs exactly 1, so a weight is its share of the best.
         min_p = torch.tensor([row.params.min_p for row in rows], device=device)
@@ -314,10 +320,14 @@ def _draw(scores: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
     numbers = [uniform(row.seed, row.index, len(row.token_ids)) for row in rows]
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     goal = torch.tensor(numbers, dtype=torch.float64, device=device) * cumulative[:, -1]
-    # The first token whose cumulative weight is above the goal, hence one with a weight; rounding
-    # of the product up to the total itself would be past the last such token.
-    last = torch.nextafter(cumulative[:, -1], torch.zeros_like(goal))
-    return torch.searchsorted(cumulative, torch.minimum(goal, last)[:, None], right=True)[:, 0]
+    # The first token whose cumulative weight is above the goal, hence one with a weight. A number
+    # of 53 bits below 1 times the total stays below the total.
+    return torch.searchsorted(cumulative, goal[:, None], right=True)[:, 0]
+
+
+def _places(values: Sequence[float]) -> slice | list[int]:
+    """Return the places that are not 0; all of them as a slice, which copies nothing."""
+    return slice(None) if all(values) else [i for i, value in enumerate(values) if value]
 
 
 def _keep_top_k(scores: Tensor, ks: Sequence[int]) -> Tensor:
@@ -328,31 +338,40 @@ def _keep_top_k(scores: Tensor, ks: Sequence[int]) -> Tensor:
     return scores.masked_fill(scores < kth, -torch.inf)
 
 
-def _keep_top_p(weights: Tensor, top_ps: Sequence[float]) -> Tensor:
-    """Return weights with 0 outside the fewest largest whose share reaches top_p."""
-    vocab = weights.shape[1]
-    goal = torch.tensor(top_ps, dtype=torch.float64, device=weights.device)
-    goal = goal * weights.sum(dim=-1, dtype=torch.float64)
-    out = weights
-    todo = torch.arange(weights.shape[0], device=weights.device)
-    num_best = min(128, vocab)
-    while len(todo):
-        # Most rows reach their goal within a few tokens: sort those few, more where they don't.
-        best = weights[todo].topk(num_best, dim=-1).values
-        before = best.cumsum(dim=-1, dtype=torch.float64)
-        reached = before[:, -1] >= goal[todo]
-        if num_best == vocab:
-            reached = torch.ones_like(reached)
-        if reached.any():
-            rows = todo[reached]
-            before = (before - best)[reached]
-            num_kept = (before < goal[rows, None]).sum(dim=-1, keepdim=True).clamp_(min=1)
-            lowest = best[reached].gather(1, num_kept - 1)
-            num_ties = num_kept - (best[reached] > lowest).sum(dim=-1, keepdim=True)
-            mine = weights[rows]
-            equal = mine == lowest
-            kept = (mine > lowest) | (equal & (equal.cumsum(dim=-1) <= num_ties))
-            out[rows] = torch.where(kept, mine, 0.0)
-            todo = todo[~reached]
-        num_best = min(num_best * 8, vocab)
-    return out
+def _keep_top_p(weights: Tensor, left_out: Sequence[float]) -> Tensor:
+    """Return weights with 0 outside the fewest largest that leave out at most a share.
+
+    Tokens below ``left_out / vocab`` of the total are together less than what may be left out, so
+    they are out; only the others are sorted.
+
+    Args:
+        weights: of any total a row. Shape [num_rows, vocab].
+        left_out: 1 - top_p, one a row.
+    """
+    share = torch.tensor(left_out, dtype=torch.float64, device=weights.device)[:, None]
+    total = weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    # A little lower, so that rounding leaves out none that belongs.
+    bound = (0.999 * share * total / weights.shape[1]).float()
+    ids, values = _members(weights, weights >= bound)
+    values, order = values.sort(dim=-1, descending=True, stable=True)
+    before = values.cumsum(dim=-1, dtype=torch.float64) - values
+    kept = before < (1 - share) * total
+    kept[:, 0] = True  # also where top_p is lost in rounding
+    # Places that only fill a short row have weight 0, so adding them changes nothing.
+    return torch.zeros_like(weights).scatter_add_(1, ids.gather(1, order), values * kept)
+
+
+def _members(weights: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the columns where ``mask`` holds, ascending, and the weights there.
+
+    Shapes [num_rows, most in a row]; shorter rows end in column 0 with weight 0.
+    """
+    rows, columns = mask.nonzero(as_tuple=True)
+    counts = mask.sum(dim=-1)
+    places = torch.arange(len(rows), device=mask.device) - (counts.cumsum(0) - counts)[rows]
+    shape = (mask.shape[0], int(counts.max()))
+    out_columns = columns.new_zeros(shape)
+    out_columns[rows, places] = columns
+    out_weights = weights.new_zeros(shape)
+    out_weights[rows, places] = weights[rows, columns]
+    return out_columns, out_weights

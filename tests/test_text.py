@@ -1,8 +1,10 @@
 """Prompts become ids or a clear error; streamed text is the decoded text, cut at stop strings."""
 
+import itertools
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -158,21 +160,27 @@ def test_long_random_streams_are_the_text_of_all_tokens(name):
             assert stream.text == whole(tokenizer, token_ids)
 
 
+BYTE_OF = {BYTES.convert_ids_to_tokens(byte): byte for byte in range(256)}
+ID_OF = {
+    bytes(BYTE_OF[character] for character in BYTES.convert_ids_to_tokens(i)): i
+    for i in range(len(BYTES) - 3)
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("num_empty", [7, 8, 30, 100])
+def test_tokens_without_text_do_not_make_what_follows_the_start_of_the_text(name, num_empty):
+    tokenizer = TOKENIZERS[name]
+    none = len(tokenizer) + 1
+    for word in [i for i in range(len(tokenizer)) if i > len(tokenizer) - 12]:
+        token_ids = [*[word] * 30, *[none] * num_empty, word, word]
+        assert run(tokenizer, token_ids)[1].text == whole(tokenizer, token_ids)
+
+
 def ids_of_bytes(raw, sizes):
     """Ids of ``raw`` cut at ``sizes``; each part must be one token."""
-    vocabulary = {tokenizer_bytes(i): i for i in range(len(BYTES) - 3)}
-    at, out = 0, []
-    for size in sizes:
-        out.append(vocabulary[raw[at : at + size]])
-        at += size
-    return out
-
-
-def tokenizer_bytes(token_id):
-    mapping = {}
-    for i in range(256):
-        mapping[BYTES.convert_ids_to_tokens(i)] = i
-    return bytes(mapping[c] for c in BYTES.convert_ids_to_tokens(token_id))
+    ends = list(itertools.accumulate(sizes))
+    return [ID_OF[raw[end - size : end]] for end, size in zip(ends, sizes, strict=True)]
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 1), (1, 3), (2, 1, 1), (1, 1, 1, 1), (4,)])
@@ -406,26 +414,18 @@ def test_threads_with_one_tokenizer_get_their_single_thread_results():
     tokenizer = byte_level()
     texts = [f"the {i} \U0001f600 ab\u20ac" * (1 + i % 3) for i in range(16)]
     expected = [BYTES(text)["input_ids"] for text in texts]
-    wrong = []
+    tokenizer.pad_token = "</s>"
 
     def work(i):
-        try:
-            for _ in range(12):
-                found = encode_prompt(tokenizer, texts[i], vocab_size=len(tokenizer))
-                with tokenizer_lock(tokenizer):
-                    tokenizer(texts[i], truncation=True, max_length=3 + i, padding="max_length")
-                if found != expected[i] or run(tokenizer, found)[1].text != texts[i]:
-                    wrong.append(i)
-        except Exception as error:
-            wrong.append(error)
+        for _ in range(12):
+            found = encode_prompt(tokenizer, texts[i], vocab_size=len(tokenizer))
+            with tokenizer_lock(tokenizer):
+                tokenizer(texts[i], truncation=True, max_length=3 + i, padding="max_length")
+            assert found == expected[i]
+            assert run(tokenizer, found)[1].text == texts[i]
 
-    tokenizer.pad_token = "</s>"
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    with ThreadPoolExecutor(16) as threads:
+        list(threads.map(work, range(16)))
 
 
 def test_one_lock_a_tokenizer_taken_again_by_its_thread():
