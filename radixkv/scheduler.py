@@ -92,7 +92,7 @@ class Scheduler:
         cache: where the pages come from.
         forward: runs a batch; returns the wanted logits, [num_logits, vocab_size] float32.
         max_batch_tokens: most tokens a step.
-        max_seqs: most sequences that run at once.
+        max_seqs: sequences that run at once; none is admitted beyond.
     """
 
     cache: PrefixCache
@@ -110,6 +110,11 @@ class Scheduler:
         """Whether a step would do anything."""
         return bool(self.waiting) or any(seq.num_pending for seq in self.running)
 
+    @property
+    def _num_busy(self) -> int:
+        # One that waits for its siblings must not keep them out.
+        return sum(seq.num_pending > 0 for seq in self.running)
+
     def add(self, seq: Sequence) -> None:
         """Let ``seq`` wait for its turn."""
         seq.arrival = next(self._clock)
@@ -119,7 +124,7 @@ class Scheduler:
         """A sequence with the same tokens that shares all pages of ``seq``; runs at once."""
         twin = Sequence(seq.owner, list(seq.token_ids), seq.namespace, num_cached=seq.num_cached)
         twin.arrival = next(self._clock)
-        if seq.lease is not None and len(self.running) < self.max_seqs:
+        if seq.lease is not None and self._num_busy < self.max_seqs:
             twin.lease = seq.lease.fork()
             twin.num_computed = seq.num_computed
             self.running.append(twin)
@@ -185,7 +190,7 @@ class Scheduler:
         if not self.waiting:
             return outputs
         for seq in self._admission_order():
-            if len(self.running) >= self.max_seqs:
+            if self._num_busy >= self.max_seqs:
                 break
             if self._shares_with_running(seq):
                 continue  # its neighbour is computing that prefix; wait for those pages
