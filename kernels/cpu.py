@@ -52,6 +52,8 @@ MIN_SCALE = 2.0**-100  # as radixkv.quant
 MAX_HEAD_DIM = 1024
 MAX_DECODE_GROUP = 8  # more query heads a KV head than this pay as matrix products
 SPLIT = 512  # tokens a decode task reads
+CHUNK = 128  # tokens whose V rows stay in the first-level cache
+PREFETCH_TOKENS = 32  # how far ahead of the arithmetic pages are asked for
 EXTEND_SPLIT = 2048  # the same for extends of few queries
 SPLIT_QUERIES = 16  # an extend of at most this many queries is split over KV
 TILE = 64  # tokens dequantized at a time in extend
@@ -147,6 +149,15 @@ def _store(b: Any, value: Any, pointer: Any, offset: Any) -> None:
     b.store(value, b.bitcast(place, value.type.as_pointer()), align=1)
 
 
+def _prefetch(b: Any, pointer: Any, offset: Any) -> None:
+    """Ask for a cache line that will be read soon; any address is allowed."""
+    offset = ir.Constant(_I64, offset) if isinstance(offset, int) else offset
+    kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
+    function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
+    read, keep, data = (ir.Constant(_I32, n) for n in (0, 3, 1))
+    b.call(function, [b.gep(pointer, [offset]), read, keep, data])
+
+
 def _widen(b: Any, vector: Any) -> Any:
     """Pad a short vector with zeros to LANES."""
     count = vector.type.count
@@ -181,6 +192,10 @@ def num_scales(fmt: int, head_dim: int) -> int:
     if fmt == INT4:
         return 2 * (head_dim // int4_group_size(head_dim))
     return 0 if fmt >= FLOAT32 else 1
+
+
+def _row_bytes(fmt: int, head_dim: int) -> int:
+    return head_dim * CODE_BITS[fmt] // 8
 
 
 def _spans(fmt: int, head_dim: int) -> list[tuple[int, int]]:
@@ -498,10 +513,13 @@ def _score_keys(
     scales: Any,
     scales_bytes: Any,
     last: Any,
+    ahead: Any,
     out: Any,
     out_bytes: Any,
 ):
     """Dot products of ``group`` queries with a block of `_keys_per_block` stored rows.
+
+    The block of rows at ``ahead`` is asked for, as it will be read soon.
 
     q: float32 [group, padded], in read order. Rows beyond ``last`` repeat it. out[g] gets the
     block's floats, out_bytes apart.
@@ -509,7 +527,10 @@ def _score_keys(
     f, dim, num_queries = _literal(fmt), _literal(head_dim), _literal(group)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        q, base, row_bytes, scales, scales_bytes, last, out, out_bytes = args[3:]
+        q, base, row_bytes, scales, scales_bytes, last, ahead, out, out_bytes = args[3:]
+        ahead = _pointer(b, ahead)
+        for line in range(-(-_keys_per_block(num_queries) * _row_bytes(f, dim) // 64)):
+            _prefetch(b, ahead, 64 * line)
         q, out = _pointer(b, q), _pointer(b, out)
         keys = _keys_per_block(num_queries)
         pointers, factors = [], []
@@ -547,7 +568,7 @@ def _score_keys(
         return context.get_dummy_value()
 
     i64 = types.int64
-    return types.void(fmt, head_dim, group, *[i64] * 8), codegen
+    return types.void(fmt, head_dim, group, *[i64] * 9), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -562,6 +583,7 @@ def _add_values(
     run_rows: Any,
     run_lens: Any,
     num_runs: Any,
+    ahead: Any,
     row_bytes: Any,
     scales: Any,
     scales_bytes: Any,
@@ -569,17 +591,17 @@ def _add_values(
     """acc[g] += sum over the tokens of ``num_runs`` runs of weights[g, token] * row(token).
 
     acc: float32 [group, padded], in read order. A run is rows that lie one after another;
-    weights and scales are indexed by the token's number over all runs.
+    weights and scales are indexed by the token's number over all runs. The rows of the run
+    ``ahead`` places further on are asked for, as they will be read soon.
     """
     f, dim, num_queries = _literal(fmt), _literal(head_dim), _literal(group)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        acc, weights, weights_bytes, rows, lens, num_runs, row_bytes, scales, scales_bytes = args[
-            3:
-        ]
+        acc, weights, weights_bytes, rows, lens, num_runs, ahead = args[3:10]
+        row_bytes, scales, scales_bytes = args[10:]
         acc, rows, lens = _pointer(b, acc), _pointer(b, rows), _pointer(b, lens)
         acc_bytes, width = 4 * padded(f, dim), 2 if f == INT4 else 1
-        zero, one = ir.Constant(_I64, 0), ir.Constant(_I64, 1)
+        zero = ir.Constant(_I64, 0)
         for start, count in _query_chunks(num_queries):
             block = max(1, _ACCUMULATORS // (width * (1 << (count - 1).bit_length())))
             reads = _num_reads(f, dim)
@@ -596,10 +618,17 @@ def _add_values(
                 with cgutils.for_range(b, num_runs) as run:
                     eight = b.mul(run.index, ir.Constant(_I64, 8))
                     base, length = _load(b, rows, eight, _I64), _load(b, lens, eight, _I64)
+                    later = b.mul(b.add(run.index, ahead), ir.Constant(_I64, 8))
+                    next_base = _load(b, rows, later, _I64)
                     first = b.load(token)
                     with cgutils.for_range(b, length) as loop:
                         number = b.add(first, loop.index)
-                        row = _pointer(b, b.add(base, b.mul(loop.index, row_bytes)))
+                        row_offset = b.mul(loop.index, row_bytes)
+                        row = _pointer(b, b.add(base, row_offset))
+                        if begin == 0 and start == 0:
+                            next_row = _pointer(b, b.add(next_base, row_offset))
+                            for line in range(-(-_row_bytes(f, dim) // 64)):
+                                _prefetch(b, next_row, 64 * line)
                         scale = _pointer(b, b.add(scales, b.mul(number, scales_bytes)))
                         weight = []
                         for g in range(count):
@@ -616,11 +645,10 @@ def _add_values(
                 for (g, v), place in places.items():
                     offset = (start + g) * acc_bytes + 4 * LANES * v
                     _store(b, b.load(place), acc, offset)
-        del one
         return context.get_dummy_value()
 
     i64 = types.int64
-    return types.void(fmt, head_dim, group, *[i64] * 9), codegen
+    return types.void(fmt, head_dim, group, *[i64] * 10), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -1051,7 +1079,7 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
     """The kernel for sequences with one new token and ``group`` query heads a KV head."""
     block = _keys_per_block(group)
     k_scales, v_scales = num_scales(k_fmt, k_dim), num_scales(v_fmt, v_dim)
-    k_row, v_row = k_dim * CODE_BITS[k_fmt] // 8, v_dim * CODE_BITS[v_fmt] // 8
+    k_row, v_row = _row_bytes(k_fmt, k_dim), _row_bytes(v_fmt, v_dim)
     k_width, v_width = 4 * padded(k_fmt, k_dim), 4 * padded(v_fmt, v_dim)
     natural = 4 * LANES * len(_pieces(max(k_dim, v_dim)))
     out_vectors = len(_pieces(v_dim))
@@ -1062,6 +1090,7 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
     lanes = LANES
     split_tokens = SPLIT
     first_counter = COUNTERS
+    most_ahead, chunk_tokens = PREFETCH_TOKENS, CHUNK
 
     def decode(pointer):  # type: ignore[no-untyped-def]
         args = carray(pointer, 1)[0]
@@ -1073,9 +1102,11 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
         k_factors = scores + group * line
         v_factors = k_factors + max(1, k_scales) * line
         k_runs = v_factors + max(1, v_scales) * line
-        v_runs = k_runs + 8 * split_tokens
-        lens = v_runs + 8 * split_tokens
+        v_runs = k_runs + 8 * (split_tokens + most_ahead)
+        lens = v_runs + 8 * (split_tokens + most_ahead)
         page_size = args.page_size
+        ahead = max(1, most_ahead // page_size)
+        runs_per_chunk = max(1, chunk_tokens // page_size)
         while True:
             number = _fetch_add(args.counters, 1)
             if number >= args.num_tasks * args.num_kv_heads:
@@ -1118,6 +1149,10 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
                         length * v_scales, np.float32(v_factor))
                 num_runs += 1
                 t += length
+            for run in range(ahead):
+                _put_i64(k_runs, num_runs + run, _get_i64(v_runs, min(run, max(0, num_runs - 1))))
+            for run in range(ahead):
+                _put_i64(v_runs, num_runs + run, _get_i64(v_runs, max(0, num_runs - 1)))
             num = max(end - start, 0)
             for g in range(group):
                 q_head = head * group + g
@@ -1127,11 +1162,12 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
             done = 0
             for run in range(num_runs):
                 rows, length = _get_i64(k_runs, run), _get_i64(lens, run)
+                later = _get_i64(k_runs, run + ahead)
                 i = 0
                 while i < length:
                     _score_keys(k_fmt, k_dim, group, q, rows + i * k_row, k_row,
                                 k_factors + 4 * k_scales * (done + i), 4 * k_scales,
-                                length - 1 - i, scores + 4 * (done + i), line)
+                                length - 1 - i, later + i * k_row, scores + 4 * (done + i), line)
                     i += block
                 done += length
             num_vectors = (num + lanes - 1) // lanes
@@ -1167,8 +1203,16 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
                     (head * group + g) * args.num_partials + first_partial + split)
                 _put_f32(partial, 0, largest)
                 _put_f32(partial, 1, total)
-            _add_values(v_fmt, v_dim, group, acc, scores, line, v_runs, lens, num_runs, v_row,
-                        v_factors, 4 * v_scales)
+            # Chunk by chunk, so that the passes over the columns of a chunk find it in cache.
+            run, done = 0, 0
+            while run < num_runs:
+                count = min(runs_per_chunk, num_runs - run)
+                _add_values(v_fmt, v_dim, group, acc, scores + 4 * done, line, v_runs + 8 * run,
+                            lens + 8 * run, count, ahead, v_row,
+                            v_factors + 4 * v_scales * done, 4 * v_scales)
+                for i in range(run, run + count):
+                    done += _get_i64(lens, i)
+                run += count
             for g in range(group):
                 partial = args.partials + partial_bytes * (
                     (head * group + g) * args.num_partials + first_partial + split)
@@ -1197,13 +1241,13 @@ def decode_scratch_bytes(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: 
     rows = group + max(1, num_scales(k_fmt, k_dim)) + max(1, num_scales(v_fmt, v_dim))
     widths = group * 4 * (padded(k_fmt, k_dim) + padded(v_fmt, v_dim))
     natural = 4 * LANES * len(_pieces(max(k_dim, v_dim)))
-    return -(-(natural + widths + rows * line + 24 * SPLIT) // 64) * 64
+    return -(-(natural + widths + rows * line + 24 * (SPLIT + PREFETCH_TOKENS)) // 64) * 64
 
 
 def make_extend(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
     """The kernel for sequences with several new tokens, or with many query heads a KV head."""
     k_scales, v_scales = num_scales(k_fmt, k_dim), num_scales(v_fmt, v_dim)
-    k_row, v_row = k_dim * CODE_BITS[k_fmt] // 8, v_dim * CODE_BITS[v_fmt] // 8
+    k_row, v_row = _row_bytes(k_fmt, k_dim), _row_bytes(v_fmt, v_dim)
     k_vectors, v_vectors = len(_pieces(k_dim)), len(_pieces(v_dim))
     k_width, v_width = 4 * LANES * k_vectors, 4 * LANES * v_vectors
     partial_bytes = 4 * LANES + v_width
@@ -1417,7 +1461,7 @@ def make_check(dim: int) -> Any:
 
 def make_write(fmt: int, dim: int) -> Any:
     """The kernel that rotates, quantizes and scatters checked rows (``q``) of K or V."""
-    scales, row_bytes = num_scales(fmt, dim), dim * CODE_BITS[fmt] // 8
+    scales, row_bytes = num_scales(fmt, dim), _row_bytes(fmt, dim)
 
     def write(pointer):  # type: ignore[no-untyped-def]
         args = carray(pointer, 1)[0]
