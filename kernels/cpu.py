@@ -63,6 +63,9 @@ _CPU = llvmlite.binding.get_host_cpu_features()
 _WIDE = bool(_CPU.get("avx512f"))
 LANES = 16 if _WIDE else 8 if _CPU.get("avx") else 4
 _ACCUMULATORS = 16 if _WIDE or LANES == 4 else 8
+_PAIRS = bool(_CPU.get("avx512bw") if _WIDE else _CPU.get("avx2"))
+"""Whether there is an instruction that multiplies pairs of int16 and adds them up in int32."""
+_MAX_PAIR_DIM = 512  # 127 * 32767 * 512 just fits into int32; SPLIT rests on it as well
 _TILE_M = 8 if _WIDE or LANES == 4 else 4  # rows of one register tile of a matrix product
 
 _I1, _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
@@ -281,6 +284,7 @@ def _num_reads(fmt: int, head_dim: int) -> int:
 
 def _sum_transposed(b: Any, vectors: list[Any]) -> Any:
     """One vector whose lane n is the sum over the lanes of ``vectors[n]`` (at most LANES)."""
+    add = b.fadd if vectors[0].type == _VF else b.add
     count = 1 << (len(vectors) - 1).bit_length()
     vectors = vectors + [vectors[-1]] * (count - len(vectors))
     width = LANES
@@ -291,14 +295,14 @@ def _sum_transposed(b: Any, vectors: list[Any]) -> Any:
         for n in range(half):
             x, y = vectors[n], vectors[n + half]
             high = [lane + width for lane in low]
-            pairs.append(b.fadd(_shuffle(b, x, y, low), _shuffle(b, x, y, high)))
+            pairs.append(add(_shuffle(b, x, y, low), _shuffle(b, x, y, high)))
         vectors = pairs
     total = vectors[0]
     stride = width
     while width > 1:
         width //= 2
         turned = [lane ^ width for lane in range(LANES)]
-        total = b.fadd(total, _shuffle(b, total, total, turned))
+        total = add(total, _shuffle(b, total, total, turned))
     return _shuffle(b, total, total, [min(n * stride, LANES - 1) for n in range(LANES)])
 
 
@@ -316,8 +320,8 @@ def _add(b: Any, x: Any, y: Any) -> Any:
 
 
 def _exp(b: Any, x: Any) -> Any:
-    """e ** x for x <= 0, within 2 units in the last place; exactly 0 below -87."""
-    clamped = _max(b, x, _const(-87.0))
+    """e ** x for x <= 0, within 2 units in the last place; exactly 0 below -87; NaN stays NaN."""
+    clamped = _max(b, _const(-87.0), x)  # in this order a NaN passes
     n = _call(b, "rint", _VF, b.fmul(clamped, _const(math.log2(math.e))))
     r = _fma(b, n, _const(-0.693359375), clamped)
     r = _fma(b, n, _const(2.12194440e-4), r)
@@ -651,6 +655,238 @@ def _add_values(
     return types.void(fmt, head_dim, group, *[i64] * 10), codegen
 
 
+def _pair_pieces(num: int) -> list[tuple[int, int]]:
+    """(first, count) of the int16 vectors that cover ``num`` elements."""
+    return [(i, min(2 * LANES, num - i)) for i in range(0, num, 2 * LANES)]
+
+
+def _multiply_pairs(b: Any, acc: Any, x: Any, y: Any) -> Any:
+    """acc[i] + x[2i] * y[2i] + x[2i + 1] * y[2i + 1]; x, y int16, acc int32."""
+    pairs = ir.VectorType(_I16, 2 * LANES)
+    name = "llvm.x86.avx512.pmaddw.d.512" if _WIDE else "llvm.x86.avx2.pmadd.wd"
+    function = cgutils.get_or_insert_function(b.module, ir.FunctionType(_VI, [pairs, pairs]), name)
+    product = b.call(function, [x, y])
+    return product if acc is None else b.add(acc, product)
+
+
+def _load_bytes(b: Any, pointer: Any, offset: Any, count: int) -> Any:
+    """2 * LANES bytes, of which ``count`` are loaded and the rest are 0."""
+    codes = _load(b, pointer, offset, ir.VectorType(_I8, count))
+    if count < 2 * LANES:
+        zeros = ir.Constant(codes.type, [0] * count)
+        codes = _shuffle(b, codes, zeros, [min(i, count) for i in range(2 * LANES)])
+    return codes
+
+
+@intrinsic(prefer_literal=True)
+def _quantize_query(typingctx: Any, head_dim: Any, source: Any, target: Any):
+    """Turn a float32 row (padded with zeros) into int16 (padded to pairs of vectors); the scale.
+
+    The largest element becomes 32767. A row with NaN or Inf has the scale NaN.
+    """
+    dim = _literal(head_dim)
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        source, target = _pointer(b, args[1]), _pointer(b, args[2])
+        vectors = [_load(b, source, 4 * first, _VF) for first, _ in _pieces(dim)]
+        amax, nothing = _const(0.0), _const(0.0)
+        for x in vectors:
+            amax = _max(b, _call(b, "fabs", _VF, x), amax)
+            nothing = b.fadd(nothing, b.fsub(x, x))
+        largest = b.fadd(_fold(b, amax, _max), _fold(b, nothing, _add))
+        most = ir.Constant(_F32, 32767.0)
+        tiny = b.fcmp_ordered("<", largest, ir.Constant(_F32, MIN_SCALE))
+        factor = _splat(b, b.select(tiny, ir.Constant(_F32, 0.0), b.fdiv(most, largest)))
+        for i in range(2 * len(_pair_pieces(dim))):
+            codes = ir.Constant(ir.VectorType(_I16, LANES), [0] * LANES)
+            if i < len(vectors):
+                rounded = _call(b, "rint", _VF, b.fmul(vectors[i], factor))
+                codes = b.trunc(b.fptosi(rounded, _VI), codes.type)
+            _store(b, codes, target, 2 * LANES * i)
+        return b.fdiv(largest, most)
+
+    return types.float32(head_dim, types.int64, types.int64), codegen
+
+
+@intrinsic(prefer_literal=True)
+def _score_pairs(
+    typingctx: Any,
+    head_dim: Any,
+    group: Any,
+    q: Any,
+    rows: Any,
+    last: Any,
+    ahead: Any,
+    out: Any,
+    out_bytes: Any,
+):
+    """`_score_keys` for int8 rows in integers: exact dot products with int16 queries, as floats."""
+    dim, num_queries = _literal(head_dim), _literal(group)
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        q, base, last, ahead, out, out_bytes = args[2:]
+        q, out, ahead = _pointer(b, q), _pointer(b, out), _pointer(b, ahead)
+        keys, pieces = _keys_per_block(num_queries), _pair_pieces(dim)
+        for line in range(-(-keys * dim // 64)):
+            _prefetch(b, ahead, 64 * line)
+        pointers = []
+        for i in range(keys):
+            index = ir.Constant(_I64, i)
+            index = b.select(b.icmp_signed("<", index, last), index, last) if i else index
+            pointers.append(_pointer(b, b.add(base, b.mul(index, ir.Constant(_I64, dim)))))
+        words = ir.VectorType(_I16, 2 * LANES)
+        for start, count in _query_chunks(num_queries):
+            sums: list[Any] = [None] * (count * keys)
+            for n, (first, size) in enumerate(pieces):
+                stored = [b.sext(_load_bytes(b, p, first, size), words) for p in pointers]
+                for g in range(count):
+                    place = 4 * LANES * ((start + g) * len(pieces) + n)
+                    query = _load(b, q, place, words)
+                    for i in range(keys):
+                        at = g * keys + i
+                        sums[at] = _multiply_pairs(b, sums[at], stored[i], query)
+            per_batch = max(1, LANES // keys)
+            for first in range(0, count, per_batch):
+                batch = sums[first * keys : (first + per_batch) * keys]
+                totals = b.sitofp(_sum_transposed(b, batch), _VF)
+                for g in range(len(batch) // keys):
+                    block = _shuffle(b, totals, totals, range(g * keys, (g + 1) * keys))
+                    _store(b, block, out, b.mul(ir.Constant(_I64, start + first + g), out_bytes))
+        return context.get_dummy_value()
+
+    return types.void(head_dim, group, *[types.int64] * 6), codegen
+
+
+@intrinsic
+def _quantize_weights(typingctx: Any, source: Any, target: Any, factor: Any, num_vectors: Any):
+    """target[:] (int16) = round(source[:] * factor)."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        source, target, factor = _pointer(b, args[0]), _pointer(b, args[1]), _splat(b, args[2])
+        with _each(b, args[3]) as loop:
+            x = _load(b, source, b.mul(loop.index, ir.Constant(_I64, 4 * LANES)), _VF)
+            codes = b.fptosi(_call(b, "rint", _VF, b.fmul(x, factor)), _VI)
+            codes = b.trunc(codes, ir.VectorType(_I16, LANES))
+            _store(b, codes, target, b.mul(loop.index, ir.Constant(_I64, 2 * LANES)))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32, types.int64), codegen
+
+
+@intrinsic(prefer_literal=True)
+def _add_pairs(
+    typingctx: Any,
+    head_dim: Any,
+    group: Any,
+    acc: Any,
+    weights: Any,
+    weights_bytes: Any,
+    run_rows: Any,
+    run_lens: Any,
+    num_runs: Any,
+    ahead: Any,
+):
+    """`_add_values` for int8 rows and int16 weights in integers, two tokens at a time.
+
+    acc: int32 [group, padded to pairs of vectors], columns in the order of `_interleave`.
+    """
+    dim, num_queries = _literal(head_dim), _literal(group)
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        acc, weights, weights_bytes, rows, lens, num_runs, ahead = args[2:]
+        acc, rows, lens = _pointer(b, acc), _pointer(b, rows), _pointer(b, lens)
+        pieces = _pair_pieces(dim)
+        acc_bytes = 8 * LANES * len(pieces)
+        words = ir.VectorType(_I16, 2 * LANES)
+        one, two = ir.Constant(_I64, 1), ir.Constant(_I64, 2)
+
+        def add_tokens(number: Any, row: Any, other: Any, kind: Any, start: int, places: Any):
+            weight = []
+            for g in range(start, start + len({g for g, _ in places})):
+                place = b.add(b.mul(ir.Constant(_I64, g), weights_bytes), b.mul(number, two))
+                w = _load(b, _pointer(b, b.add(weights, place)), 0, kind)
+                w = w if kind == _I32 else b.zext(w, _I32)
+                weight.append(b.bitcast(_splat(b, w), words))
+            for n in sorted({v // 2 for _, v in places}):
+                first, size = pieces[n]
+                x, y = _load_bytes(b, row, first, size), _load_bytes(b, other, first, size)
+                for part in range(2):
+                    both = b.sext(_interleave(b, x, y, part), words)
+                    for g, w in enumerate(weight):
+                        place = places[g, 2 * n + part]
+                        b.store(_multiply_pairs(b, b.load(place), both, w), place)
+
+        for start, count in _query_chunks(num_queries):
+            most = max(1, (24 if _WIDE else 8) // (2 * count))
+            passes = -(-len(pieces) // most)
+            block = -(-len(pieces) // passes)
+            for begin in range(0, len(pieces), block):
+                parts = range(2 * begin, 2 * min(begin + block, len(pieces)))
+                places = {(g, v): cgutils.alloca_once(b, _VI) for g in range(count) for v in parts}
+                for (g, v), place in places.items():
+                    offset = (start + g) * acc_bytes + 4 * LANES * v
+                    b.store(_load(b, acc, offset, _VI), place)
+                token = cgutils.alloca_once_value(b, ir.Constant(_I64, 0))
+                with cgutils.for_range(b, num_runs) as run:
+                    eight = b.mul(run.index, ir.Constant(_I64, 8))
+                    base, length = _load(b, rows, eight, _I64), _load(b, lens, eight, _I64)
+                    later = b.mul(b.add(run.index, ahead), ir.Constant(_I64, 8))
+                    next_base = _load(b, rows, later, _I64)
+                    done = b.load(token)
+                    with cgutils.for_range(b, b.lshr(length, one)) as loop:
+                        i = b.mul(loop.index, two)
+                        offset = b.mul(i, ir.Constant(_I64, dim))
+                        row = _pointer(b, b.add(base, offset))
+                        other = b.gep(row, [ir.Constant(_I64, dim)])
+                        if begin == 0 and start == 0:
+                            next_row = _pointer(b, b.add(next_base, offset))
+                            for line in range(-(-2 * dim // 64)):
+                                _prefetch(b, next_row, 64 * line)
+                        add_tokens(b.add(done, i), row, other, _I32, start, places)
+                    odd = b.icmp_signed("!=", b.and_(length, one), ir.Constant(_I64, 0))
+                    with b.if_then(odd):
+                        i = b.sub(length, one)
+                        row = _pointer(b, b.add(base, b.mul(i, ir.Constant(_I64, dim))))
+                        add_tokens(b.add(done, i), row, row, _I16, start, places)
+                    b.store(b.add(done, length), token)
+                for (g, v), place in places.items():
+                    _store(b, b.load(place), acc, (start + g) * acc_bytes + 4 * LANES * v)
+        return context.get_dummy_value()
+
+    return types.void(head_dim, group, *[types.int64] * 7), codegen
+
+
+def _interleave(b: Any, x: Any, y: Any, part: int) -> Any:
+    """x and y by turns; ``part`` 0 or 1 of each run of 16 bytes, as the hardware does it."""
+    count = x.type.count
+    lanes = [run + 8 * part + i for run in range(0, count, 16) for i in range(8)]
+    return _shuffle(b, x, y, [lane + side for lane in lanes for side in (0, count)])
+
+
+@intrinsic(prefer_literal=True)
+def _finish_pairs(typingctx: Any, head_dim: Any, acc: Any, target: Any, factor: Any):
+    """target[:head_dim] = acc[:] * factor, in natural order."""
+    dim = _literal(head_dim)
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        acc, target, factor = _pointer(b, args[1]), _pointer(b, args[2]), _splat(b, args[3])
+        for n, (start, size) in enumerate(_pair_pieces(dim)):
+            parts = [_load(b, acc, 8 * LANES * n + 4 * LANES * part, _VI) for part in range(2)]
+            # The inverse of `_interleave`: runs of 8 columns, in turn from either part.
+            lanes = [LANES * part + run + i for run in range(0, LANES, 8) for part in range(2)
+                     for i in range(8)]
+            for half in range(2):
+                first = half * LANES
+                count = min(LANES, size - first)
+                if count > 0:
+                    whole = _shuffle(b, *parts, lanes[first : first + LANES])
+                    real = b.fmul(b.sitofp(whole, _VF), factor)
+                    _store(b, _narrow(b, real, count), target, 4 * (start + first))
+        return context.get_dummy_value()
+
+    return types.void(head_dim, types.int64, types.int64, types.float32), codegen
+
+
 @intrinsic(prefer_literal=True)
 def _dequantize_row(typingctx: Any, fmt: Any, head_dim: Any, row: Any, scales: Any, target: Any):
     """target[:] = the real values of one stored row, natural order; scales: its float32 ones."""
@@ -701,18 +937,18 @@ def _each(b: Any, num_vectors: Any) -> Any:
 
 
 @intrinsic
-def _multiply(typingctx: Any, target: Any, source: Any, num_vectors: Any):
-    """target[:] *= source[:]."""
+def _multiply(typingctx: Any, target: Any, source: Any, factor: Any, num_vectors: Any):
+    """target[:] *= source[:] * factor."""
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        target, source = _pointer(b, args[0]), _pointer(b, args[1])
-        with _each(b, args[2]) as loop:
+        target, source, factor = _pointer(b, args[0]), _pointer(b, args[1]), _splat(b, args[2])
+        with _each(b, args[3]) as loop:
             at = b.mul(loop.index, ir.Constant(_I64, 4 * LANES))
-            product = b.fmul(_load(b, target, at, _VF), _load(b, source, at, _VF))
-            _store(b, product, target, at)
+            factors = b.fmul(_load(b, source, at, _VF), factor)
+            _store(b, b.fmul(_load(b, target, at, _VF), factors), target, at)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.int64), codegen
+    return types.void(types.int64, types.int64, types.float32, types.int64), codegen
 
 
 @intrinsic
@@ -1075,6 +1311,15 @@ def _merge(partials, row_bytes, num, dim_vectors, sink, target):  # type: ignore
     return np.float32(1.0) / total
 
 
+def in_pairs(fmt: int, head_dim: int) -> bool:
+    """Whether decode reads rows of this format in integers, without making floats of them.
+
+    The query row (and the weights of a split) become int16 with one scale, 2**-16 of the largest
+    at most away from the real ones: far below int8's own 2**-8.
+    """
+    return _PAIRS and fmt == INT8 and head_dim <= _MAX_PAIR_DIM
+
+
 def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> Any:
     """The kernel for sequences with one new token and ``group`` query heads a KV head."""
     block = _keys_per_block(group)
@@ -1091,6 +1336,9 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
     split_tokens = SPLIT
     first_counter = COUNTERS
     most_ahead, chunk_tokens = PREFETCH_TOKENS, CHUNK
+    k_pairs, v_pairs = in_pairs(k_fmt, k_dim), in_pairs(v_fmt, v_dim)
+    q16_width = 4 * LANES * len(_pair_pieces(k_dim))
+    acc32_width = 8 * LANES * len(_pair_pieces(v_dim))
 
     def decode(pointer):  # type: ignore[no-untyped-def]
         args = carray(pointer, 1)[0]
@@ -1098,12 +1346,15 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
         row_floats = memory
         q = row_floats + natural
         acc = q + group * k_width
-        scores = acc + group * v_width
+        scores = acc + group * max(v_width, acc32_width)
         k_factors = scores + group * line
         v_factors = k_factors + max(1, k_scales) * line
         k_runs = v_factors + max(1, v_scales) * line
         v_runs = k_runs + 8 * (split_tokens + most_ahead)
         lens = v_runs + 8 * (split_tokens + most_ahead)
+        q_scales = lens + 8 * (split_tokens + most_ahead)
+        weights = q_scales + 4 * lanes * ((group + lanes - 1) // lanes)
+        weights_line = 2 * (split_tokens + lanes)
         page_size = args.page_size
         ahead = max(1, most_ahead // page_size)
         runs_per_chunk = max(1, chunk_tokens // page_size)
@@ -1158,16 +1409,25 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
                 q_head = head * group + g
                 _load_query(k_dim, args.q + 4 * (token * args.q_token + q_head * args.q_head),
                             row_floats, args.scale, args.rotate_k)
-                _to_read_order(k_fmt, k_dim, row_floats, q + g * k_width)
+                if k_pairs:
+                    _put_f32(q_scales, g, _quantize_query(k_dim, row_floats, q + g * q16_width))
+                else:
+                    _put_f32(q_scales, g, np.float32(1.0))
+                    _to_read_order(k_fmt, k_dim, row_floats, q + g * k_width)
             done = 0
             for run in range(num_runs):
                 rows, length = _get_i64(k_runs, run), _get_i64(lens, run)
                 later = _get_i64(k_runs, run + ahead)
                 i = 0
                 while i < length:
-                    _score_keys(k_fmt, k_dim, group, q, rows + i * k_row, k_row,
-                                k_factors + 4 * k_scales * (done + i), 4 * k_scales,
-                                length - 1 - i, later + i * k_row, scores + 4 * (done + i), line)
+                    if k_pairs:
+                        _score_pairs(k_dim, group, q, rows + i * k_row, length - 1 - i,
+                                     later + i * k_row, scores + 4 * (done + i), line)
+                    else:
+                        _score_keys(k_fmt, k_dim, group, q, rows + i * k_row, k_row,
+                                    k_factors + 4 * k_scales * (done + i), 4 * k_scales,
+                                    length - 1 - i, later + i * k_row, scores + 4 * (done + i),
+                                    line)
                     i += block
                 done += length
             num_vectors = (num + lanes - 1) // lanes
@@ -1178,12 +1438,12 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
                     _put_f32(v_factors, i, np.float32(0.0))
                 for g in range(group):
                     _put_f32(scores + g * line, i, np.float32(0.0))
-            _fill(acc, np.float32(0.0), group * v_width // (4 * lanes))
+            _fill(acc, np.float32(0.0), group * max(v_width, acc32_width) // (4 * lanes))
             for g in range(group):
                 q_head = head * group + g
                 mine = scores + g * line
                 if k_one:
-                    _multiply(mine, k_factors, num_vectors)
+                    _multiply(mine, k_factors, _get_f32(q_scales, g), num_vectors)
                 if args.softcap > 0:
                     _cap(mine, args.softcap, num_vectors)
                 if args.slopes != 0:
@@ -1198,7 +1458,15 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
                 if num > 0:
                     total = _exponentiate(mine, largest, num_vectors)
                 if v_one:
-                    _multiply(mine, v_factors, num_vectors)
+                    _multiply(mine, v_factors, np.float32(1.0), num_vectors)
+                if v_pairs:
+                    heaviest = _largest(mine, num_vectors)
+                    factor = np.float32(0.0)
+                    if heaviest > 0:
+                        factor = np.float32(32767.0) / heaviest
+                    _quantize_weights(mine, weights + g * weights_line, factor, num_vectors)
+                    # The scores are spent; their row keeps what the integers are to be worth.
+                    _put_f32(mine, 0, heaviest / np.float32(32767.0))
                 partial = args.partials + partial_bytes * (
                     (head * group + g) * args.num_partials + first_partial + split)
                 _put_f32(partial, 0, largest)
@@ -1207,16 +1475,24 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
             run, done = 0, 0
             while run < num_runs:
                 count = min(runs_per_chunk, num_runs - run)
-                _add_values(v_fmt, v_dim, group, acc, scores + 4 * done, line, v_runs + 8 * run,
-                            lens + 8 * run, count, ahead, v_row,
-                            v_factors + 4 * v_scales * done, 4 * v_scales)
+                if v_pairs:
+                    _add_pairs(v_dim, group, acc, weights + 2 * done, weights_line,
+                               v_runs + 8 * run, lens + 8 * run, count, ahead)
+                else:
+                    _add_values(v_fmt, v_dim, group, acc, scores + 4 * done, line,
+                                v_runs + 8 * run, lens + 8 * run, count, ahead, v_row,
+                                v_factors + 4 * v_scales * done, 4 * v_scales)
                 for i in range(run, run + count):
                     done += _get_i64(lens, i)
                 run += count
             for g in range(group):
                 partial = args.partials + partial_bytes * (
                     (head * group + g) * args.num_partials + first_partial + split)
-                _to_natural_order(v_fmt, v_dim, acc + g * v_width, partial + 4 * lanes)
+                if v_pairs:
+                    _finish_pairs(v_dim, acc + g * acc32_width, partial + 4 * lanes,
+                                  _get_f32(scores + g * line, 0))
+                else:
+                    _to_natural_order(v_fmt, v_dim, acc + g * v_width, partial + 4 * lanes)
             # Whoever finishes the last split of this row merges them, in their order.
             counter = first_counter + first_partial * args.num_kv_heads + head
             if _fetch_add(args.counters, counter) == num_splits - 1:
@@ -1239,7 +1515,9 @@ def decode_scratch_bytes(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: 
     """Bytes of scratch that each thread of the decode kernel needs."""
     line = 4 * (SPLIT + 4 * LANES)
     rows = group + max(1, num_scales(k_fmt, k_dim)) + max(1, num_scales(v_fmt, v_dim))
-    widths = group * 4 * (padded(k_fmt, k_dim) + padded(v_fmt, v_dim))
+    v_width = max(padded(v_fmt, v_dim), 2 * LANES * len(_pair_pieces(v_dim)))
+    widths = group * (4 * (padded(k_fmt, k_dim) + v_width) + 2 * (SPLIT + LANES))
+    widths += 4 * LANES * -(-group // LANES)
     natural = 4 * LANES * len(_pieces(max(k_dim, v_dim)))
     return -(-(natural + widths + rows * line + 24 * (SPLIT + PREFETCH_TOKENS)) // 64) * 64
 
