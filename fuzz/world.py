@@ -214,7 +214,7 @@ class World:
             [None] * self.page_size for _ in range(NUM_LAYERS)
         ]
         if source is not None:
-            self.counts["cow"] += 1
+            self.counts["cow"] += source.page_id != page_id
             for mine, theirs in zip(content, source.content, strict=True):
                 mine[:num_tokens] = theirs[:num_tokens]
         return Page(page_id, content)
@@ -228,22 +228,33 @@ class World:
     ) -> None:
         found = self._find(namespace, query)
         keys = found.path + ([found.partial] if found.partial is not None else [])
-        self.clock += 1 if keys else 0
         table = self.tree.get(namespace, {})
-        while keys and len(keys[-1]) % self.page_size == 0:  # the rest of the edge it ends in
-            after = self._children(namespace, keys[-1])
-            if len(after) != 1:
-                break
-            here, there = table[keys[-1]], table[after[0]]
-            if (self._key(here), here.expires) != (self._key(there), there.expires):
-                break
-            keys.append(after[0])
+        whole = found.path[-1] if found.path else None
+        if found.partial is not None:
+            if self._edge_goes_on(namespace, found.partial) is not None:
+                keys.pop()
+        elif whole is not None:
+            rest = self._edge_goes_on(namespace, whole)
+            if rest is not None and self._edge_goes_on(namespace, rest) is None:
+                keys.append(rest)
+        if not keys:
+            return
+        self.clock += 1
         for key in keys:
             cached = table[key]
             cached.last_access = self.clock
             cached.num_hits += 1
             if priority is not None and priority >= cached.priority:
                 cached.priority, cached.expires = priority, expires
+
+    def _edge_goes_on(self, namespace: object, key: Tokens) -> Tokens | None:
+        """The next page of the edge that ``key`` is a page of: the pages that go as one."""
+        after = self._children(namespace, key)
+        if len(after) != 1:
+            return None
+        here, there = self.tree[namespace][key], self.tree[namespace][after[0]]
+        same = (self._key(here), here.expires) == (self._key(there), there.expires)
+        return after[0] if same else None
 
     # --- operations --------------------------------------------------------------------
 
@@ -254,15 +265,14 @@ class World:
         shared = [table[key].page for key in found.path]
         source = table[found.partial].page if found.partial is not None else None
         num_pages = -(-len(tokens) // self.page_size)
-        keep = shared + ([source] if source else [])
         need = num_pages - len(shared)
-        owners = self._owners(keep)
+        owners = self._owners(shared)
         if need > self.num_pages - len(owners) + self._evictable(owners):
             self._must_fail(lambda: self.cache.acquire(tokens, namespace=namespace, full=full))
             return None
         lease = self.cache.acquire(list(tokens), namespace=namespace, full=full)
         self._touch(namespace, query)
-        assert self._room(need, keep)
+        assert self._room(need, shared)
         page_ids = lease.page_ids.tolist()
         pages = list(shared)
         for i in range(len(shared), num_pages):
@@ -343,9 +353,7 @@ class World:
     def extend(self, held: Held, tokens: Tokens) -> None:
         old, new = len(held.tokens), len(held.tokens) + len(tokens)
         more = -(-new // self.page_size) - len(held.pages)
-        copies = bool(
-            tokens and old % self.page_size and self._owners()[held.pages[-1]] > 1
-        )
+        copies = bool(tokens and old % self.page_size and self._owners()[held.pages[-1]] > 1)
         if not self._room(more + copies):
             self._must_fail(lambda: held.lease.extend(tokens))
             return
@@ -415,9 +423,7 @@ class World:
                 table[key] = table[border].like(mine)
             else:
                 table[key] = Cached(mine)
-        self._touch(
-            held.namespace, sequence, priority, None if ttl is None else self.now + ttl
-        )
+        self._touch(held.namespace, sequence, priority, None if ttl is None else self.now + ttl)
 
     def release(self, held: Held) -> None:
         held.lease.release()
@@ -566,7 +572,10 @@ class World:
                 for held in self.leases
                 if page in held.pages
             ]
-            fills += max(tails, default=self.page_size)
+            if any(page in pinned.pages for pinned in self.pins):
+                tails.append(self.page_size)
+            fills += max(tails, default=0)
+        assert stats.utilization == (fills / (len(owners) * self.page_size) if owners else 0.0)
         assert stats.lookups == self.counts["lookups"]
         assert stats.lookup_tokens == self.counts["lookup_tokens"]
         assert stats.hit_tokens == self.counts["hit_tokens"]
@@ -585,12 +594,16 @@ class World:
             while stack:
                 node, before = stack.pop()
                 tokens = tuple(decode_tokens(bytes(node.tokens)).tolist())  # type: ignore[attr-defined]
-                page_ids = np.frombuffer(bytes(node.page_ids), dtype=np.int32)  # type: ignore[attr-defined]
+                page_ids = np.frombuffer(bytes(node.page_ids), dtype=np.int64)  # type: ignore[attr-defined]
                 key = self.cache.tree._policy(node)  # type: ignore[arg-type]
                 due = node.expires if self.eviction == "priority" else None  # type: ignore[attr-defined]
                 for i, page_id in enumerate(page_ids.tolist()):
                     prefix = before + tokens[: (i + 1) * self.page_size]
-                    out[namespace, prefix] = (page_id, key if isinstance(key, tuple) else (key,), due)
+                    out[namespace, prefix] = (
+                        page_id,
+                        key if isinstance(key, tuple) else (key,),
+                        due,
+                    )
                 if node.children is not None:  # type: ignore[attr-defined]
                     for child in node.children.by_key.values():  # type: ignore[attr-defined]
                         stack.append((child, before + tokens))

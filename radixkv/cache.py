@@ -28,7 +28,7 @@ from radixkv.config import KVConfig, parse_bytes, require_int, require_real
 from radixkv.errors import CacheInvariantError, CapacityError
 from radixkv.pool import PageIds, PagePool, PageStorage, capacity_pages, free_device_bytes
 from radixkv.quant import KVCodec, KVSpec, LayerPages
-from radixkv.radix import TOKEN_BYTES, RadixTree, decode_tokens, encode_tokens
+from radixkv.radix import TOKEN_BYTES, Node, RadixTree, decode_tokens, encode_tokens
 from radixkv.reference import AttentionBatch, ScoreRule
 
 _DEFAULT_CAPACITY_SHARE = 4  # capacity=None: a quarter of the free memory
@@ -78,17 +78,33 @@ class Lease:
     Release it, or use it as a context manager. One thread at a time may use a lease.
     """
 
+    __slots__ = (
+        "__weakref__",
+        "_batch",
+        "_cache",
+        "_chunk_start",
+        "_namespace",
+        "_num_cached",
+        "_num_pages",
+        "_pages",
+        "_released",
+        "_start",
+        "_tokens",
+        "_written",
+    )
+
     def __init__(
         self,
         cache: PrefixCache,
-        tokens: bytearray,
+        tokens: bytes | bytearray,
         page_ids: PageIds,
         num_cached: int,
         namespace: Hashable,
         written: list[int],
+        start: tuple[Node, int] | None,
     ) -> None:
         self._cache = cache
-        self._tokens = tokens
+        self._tokens = tokens  # a bytearray once it has grown
         self._pages = page_ids  # room for more than are used
         self._num_pages = page_ids.size
         self._num_cached = num_cached
@@ -96,8 +112,9 @@ class Lease:
         self._written = written  # tokens with KV, by layer
         self._chunk_start = written[0]  # tokens from here on came last: the queries of attend
         self._batch: tuple[int, AttentionBatch] | None = None
+        self._start = start  # where the tree may go on from when this is committed
         self._released = False
-        cache._leases.add(self)
+        cache._leases[id(self)] = weakref.ref(self)
 
     # --- what it is --------------------------------------------------------------------
 
@@ -132,13 +149,13 @@ class Lease:
         return self._released
 
     @property
-    def page_ids(self) -> PageIds:
+    def page_ids(self) -> NDArray[np.int32]:
         """Page ids of the sequence, a copy. [ceil(num_tokens / page_size)] int32.
 
         `commit`, `extend`, `write` and `slot_mapping` may change them.
         """
         self._require_open()
-        return self._pages[: self._num_pages].copy()
+        return self._pages[: self._num_pages].astype(np.int32)
 
     def slots(self, start: int = 0, stop: int | None = None) -> NDArray[np.int64]:
         """Slots (page_id * page_size + offset) of tokens start to stop. [stop - start] int64."""
@@ -153,7 +170,7 @@ class Lease:
             page = int(self._pages[start // page_size])
             return np.array([page * page_size + start % page_size], dtype=np.int64)
         positions = np.arange(start, stop, dtype=np.int64)
-        pages = self._pages[positions // page_size].astype(np.int64)
+        pages = self._pages[positions // page_size]
         return pages * page_size + positions % page_size
 
     @property
@@ -246,7 +263,7 @@ class Lease:
             page_size = cache.page_size
             more = -(-new // page_size) - self._num_pages
             tail = self._num_pages - 1
-            copies = int(old % page_size != 0 and cache.pool.ref_count[self._pages[tail]] > 1)
+            copies = int(old % page_size != 0 and cache.pool.count(self._pages[tail]) > 1)
             if more or copies:
                 pages = cache._allocate(more + copies, "extend")
                 if copies:
@@ -255,8 +272,9 @@ class Lease:
                     self._append(pages[:more])
             if self.num_written == old:
                 self._chunk_start = old
+            if isinstance(self._tokens, bytes):
+                self._tokens = bytearray(self._tokens)
             self._tokens += tokens
-            cache._fill_tail(self._pages, old, new)
             self._batch = None
 
     def fork(self) -> Lease:
@@ -264,15 +282,16 @@ class Lease:
         self._require_open()
         cache = self._cache
         with cache._guard:
-            pages = self.page_ids
+            pages = self._pages[: self._num_pages].copy()
             cache.pool.hold(pages)
             other = Lease(
                 cache,
-                bytearray(self._tokens),
+                self._tokens[:],
                 pages,
                 self._num_cached,
                 self._namespace,
                 list(self._written),
+                self._start,
             )
             other._chunk_start = self._chunk_start
             return other
@@ -286,14 +305,15 @@ class Lease:
             keep = -(-num_tokens // cache.page_size)
             gone = self._pages[keep : self._num_pages].copy()
             self._num_pages = keep
-            del self._tokens[num_tokens * TOKEN_BYTES :]
+            self._tokens = self._tokens[: num_tokens * TOKEN_BYTES]
+            if self._start is not None and self._start[1] > len(self._tokens):
+                self._start = None
             self._written = [min(num_tokens, written) for written in self._written]
             self._num_cached = min(num_tokens, self._num_cached)
             self._chunk_start = min(num_tokens, self._chunk_start)
             self._batch = None
             if gone.size:
                 cache.pool.drop(gone)
-            cache._fill_tail(self._pages, num_tokens, num_tokens)
 
     def commit(
         self,
@@ -321,35 +341,42 @@ class Lease:
         with cache._guard:
             if not num_tokens:
                 return
+            tokens = self._tokens
+            if num_tokens != self.num_tokens:
+                tokens = tokens[: num_tokens * TOKEN_BYTES]
+            if not isinstance(tokens, bytes):
+                tokens = bytes(tokens)
             count = -(-num_tokens // cache.page_size)
-            mine = self._pages[:count]
-            expires = None if ttl is None else cache._now() + ttl
-            pages, node = cache.tree.insert(
-                bytes(self._tokens[: num_tokens * TOKEN_BYTES]),
-                mine,
+            placed = cache.tree.insert(
+                tokens,
+                self._pages[:count],
                 self._namespace,
+                start=self._start,
                 priority=priority,
-                expires=expires,
+                expires=None if ttl is None else cache._now() + ttl,
             )
+            self._start = placed.start
             if num_tokens < self.num_tokens and num_tokens % cache.page_size:
                 count -= 1  # the tree's last page may hold other tokens after those committed
-            differ = np.flatnonzero(pages[:count] != mine[:count])
+            mine = self._pages[placed.first : count]
+            differ = np.flatnonzero(placed.page_ids[: mine.size] != mine)
             if differ.size:
-                theirs, duplicates = pages[differ], mine[differ]
+                theirs, duplicates = placed.page_ids[differ], mine[differ]
                 pool = cache.pool
                 pool.hold(theirs)
-                for i in np.flatnonzero(pool.ref_count[duplicates] > 1).tolist():
+                for i in np.flatnonzero(pool.state[duplicates] > 1).tolist():
                     pool.stand_in(int(duplicates[i]), int(theirs[i]))
                 mine[differ] = theirs
                 pool.drop(duplicates)
                 self._batch = None
-            cache.tree.settle(node)
+                cache.tree.settle(placed.node)
 
     def release(self) -> None:
         """Give the pages back; committed ones stay cached. Calling it again does nothing."""
         if self._released:
             return
         self._released = True
+        self._cache._leases.pop(id(self), None)
         self._cache._give_back(self._pages[: self._num_pages])
 
     def __enter__(self) -> Self:
@@ -368,6 +395,7 @@ class Lease:
         # May run at any moment, also inside another cache call: only queue, never lock.
         if not getattr(self, "_released", True):
             self._released = True
+            self._cache._leases.pop(id(self), None)
             self._cache._returned.append(self._pages[: self._num_pages])
             warnings.warn(
                 f"a lease of {self.num_tokens} tokens was dropped without release(); "
@@ -385,7 +413,7 @@ class Lease:
     def _append(self, pages: PageIds) -> None:
         need = self._num_pages + pages.size
         if need > self._pages.size:
-            grown = np.zeros(max(need, 2 * self._pages.size), dtype=np.int32)
+            grown = np.zeros(max(need, 2 * self._pages.size), dtype=np.int64)
             grown[: self._num_pages] = self._pages[: self._num_pages]
             self._pages = grown
         self._pages[self._num_pages : need] = pages
@@ -398,7 +426,6 @@ class Lease:
         cache.storage.copy_page(int(old[0]), page_id, num_tokens)
         cache.cow_copies += 1
         self._pages[index] = page_id
-        cache._fill[page_id] = num_tokens
         cache.pool.drop(old)
         self._batch = None
 
@@ -410,7 +437,7 @@ class Lease:
         if start >= self.num_tokens:
             return
         pages = self._pages[first : self._num_pages]
-        shared = np.flatnonzero(cache.pool.ref_count[pages] > 1)
+        shared = np.flatnonzero(cache.pool.state[pages] > 1)
         if not shared.size:
             return
         fresh = cache._allocate(shared.size, "write")
@@ -469,29 +496,31 @@ class _Guard:
     that gives back waits for the next call, and anything else that it asks is refused.
     """
 
-    def __init__(self, reclaim: Callable[[], None]) -> None:
-        self._lock = threading.RLock()
+    def __init__(self, pending: Callable[[], Any], reclaim: Callable[[], None]) -> None:
+        self._pending = pending
+        self.lock = threading.RLock()
         self._reclaim = reclaim
         self.inside = False
 
     def __enter__(self) -> None:
-        self._lock.acquire()
+        self.lock.acquire()
         if self.inside:
-            self._lock.release()
+            self.lock.release()
             raise RuntimeError(
                 "PrefixCache: called from a destructor in the middle of another call; only "
                 "release() and unpin() may be"
             )
         self.inside = True
-        try:
-            self._reclaim()
-        except BaseException:
-            self.__exit__()
-            raise
+        if self._pending():
+            try:
+                self._reclaim()
+            except BaseException:
+                self.__exit__()
+                raise
 
     def __exit__(self, *_: object) -> None:
         self.inside = False
-        self._lock.release()
+        self.lock.release()
 
 
 class _AllNamespaces:
@@ -540,15 +569,14 @@ class PrefixCache:
         self.tree = RadixTree(self.page_size, self.pool, self.config.eviction)
         self.storage = PageStorage(self.codec, num_pages, self.device)
         self.lookups = self.lookup_tokens = self.hit_tokens = self.cow_copies = 0
-        self._guard = _Guard(self._reclaim)
+        self._guard = _Guard(self._has_returns, self._reclaim)
         self._returned: deque[PageIds | Pin] = deque()
-        self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+        self._leases: dict[int, weakref.ref[Lease]] = {}  # for check() and stats()
         self._pins: set[Pin] = set()
         self._timed_pins: list[tuple[float, int, Pin]] = []  # heap by time of expiry
         self._num_timed = 0
         self._pin_count = np.zeros(num_pages + 1, dtype=np.int32)
         self._num_pinned = 0
-        self._fill = np.zeros(num_pages + 1, dtype=np.int32)
         self._now = time.monotonic
 
     # --- leases ------------------------------------------------------------------------
@@ -573,37 +601,32 @@ class PrefixCache:
         with self._guard:
             found = tree.match(tokens if full else tokens[:-TOKEN_BYTES], namespace)
             held = found.page_ids
-            partial = found.partial_page
-            num_pages = -(-num_tokens // page_size)
-            keep = held if not partial else np.append(held, np.int32(partial))
-            pool.hold(keep)
-            tree.settle(found.node)
-            num_cached = found.num_tokens
+            need = -(-num_tokens // page_size) - held.size
+            if held.size:
+                pool.hold(held)
+                if found.child is None:
+                    tree.settle(found.node)
             try:
-                if partial and num_pages - held.size > pool.num_available:
-                    # The page to copy from may be the very one that is needed: do without it.
-                    pool.drop(keep[-1:])
-                    keep, partial = held, 0
-                    num_cached = held.size * page_size
-                self._require_room(num_pages - held.size, "acquire")
+                self._require_room(need, "acquire")
             except CapacityError:
-                pool.drop(keep)
+                pool.drop(held)
                 raise
-            if found.node is not None:
-                tree.touch(found.node)  # before eviction, which may join that node with another
-            fresh = self._allocate(num_pages - held.size, "acquire")
-            if partial:
-                copied = num_cached % page_size
-                self.storage.copy_page(partial, int(fresh[0]), copied)
+            start = tree.touch(found)  # before eviction, which may join or remove its nodes
+            if need > pool.num_free:
+                tree.evict(need - pool.num_free)
+            fresh = pool.allocate(need)
+            source = found.partial_page
+            # Eviction may have taken the page that is copied, even for this lease: what it
+            # holds is there until somebody writes, and nobody did.
+            if source and source != fresh[0]:
+                self.storage.copy_page(source, int(fresh[0]), found.num_tokens % page_size)
                 self.cow_copies += 1
-                pool.drop(keep[-1:])
-            pages = np.concatenate([held, fresh])
-            self._fill_tail(pages, held.size * page_size, num_tokens)
+            pages = np.concatenate((held, fresh))
             self.lookups += 1
             self.lookup_tokens += num_tokens
-            self.hit_tokens += num_cached
-            written = [num_cached] * self.spec.num_layers
-            return Lease(self, bytearray(tokens), pages, num_cached, namespace, written)
+            self.hit_tokens += found.num_tokens
+            written = [found.num_tokens] * self.spec.num_layers
+            return Lease(self, tokens, pages, found.num_tokens, namespace, written, start)
 
     def match(self, token_ids: Any, namespace: Hashable = None) -> int:
         """How many leading tokens are cached; changes nothing, not even the eviction order."""
@@ -626,7 +649,7 @@ class PrefixCache:
             found = self.tree.match(tokens, namespace)
             pages = found.page_ids
             if found.partial_page:
-                pages = np.append(pages, np.int32(found.partial_page))
+                pages = np.append(pages, found.partial_page)
             more = int(np.count_nonzero(self._pin_count[pages] == 0))
             budget = int(self.config.pin_share * self.pool.num_pages)
             if self._num_pinned + more > budget:
@@ -637,9 +660,8 @@ class PrefixCache:
             self.pool.hold(pages)
             self._pin_count[pages] += 1
             self._num_pinned += more
-            self.tree.settle(found.node)
-            if found.node is not None:
-                self.tree.touch(found.node)
+            self.tree.settle(found.node if found.child is None else found.child)
+            self.tree.touch(found)
             expires = None if ttl is None else self._now() + ttl
             pin = Pin(self, pages, found.num_tokens, namespace, expires)
             self._pins.add(pin)
@@ -775,13 +797,15 @@ class PrefixCache:
         """Counts of this moment. Complexity: O(pages), vectorized."""
         with self._guard:
             pool, total = self.pool, self.pool.num_pages
-            owners, in_tree = pool.ref_count[1:], pool.in_tree[1:]
+            owners, in_tree = pool.ref_count, pool.in_tree
             in_use = owners > 0
             pinned = int(np.count_nonzero(in_tree & (owners > 1)))
             private = in_use & ~in_tree
             num_private = int(np.count_nonzero(private))
             used = int(np.count_nonzero(in_use))
-            stored = self.tree.num_tokens + int(self._fill[1:][private].sum())
+            stored = self.tree.num_tokens
+            if num_private:
+                stored += self._private_tokens(private)
             return CacheStats(
                 capacity_bytes=total * self.codec.bytes_per_page,
                 bytes_per_token=self.codec.bytes_per_token,
@@ -810,12 +834,11 @@ class PrefixCache:
             self.tree.check()
             pool = self.pool
             owners = pool.in_tree.astype(np.int32)
-            for lease in list(self._leases):
-                if not lease._released:
-                    size = -(-lease.num_tokens // self.page_size)
-                    if lease._num_pages != size:
-                        self._broken(f"a lease of {size} pages lists {lease._num_pages}")
-                    np.add.at(owners, lease._pages[: lease._num_pages], 1)
+            for lease in self._live_leases():
+                size = -(-lease.num_tokens // self.page_size)
+                if lease._num_pages != size:
+                    self._broken(f"a lease of {size} pages lists {lease._num_pages}")
+                np.add.at(owners, lease._pages[: lease._num_pages], 1)
             pins = np.zeros_like(owners)
             for pin in self._pins:
                 np.add.at(pins, pin._pages, 1)
@@ -865,14 +888,22 @@ class PrefixCache:
             self.tree.evict(count - self.pool.num_free)
         return self.pool.allocate(count)
 
-    def _fill_tail(self, pages: PageIds, start: int, stop: int) -> None:
-        """Note how full the pages of tokens from ``start`` on are; `stats` alone reads it."""
-        first, last = start // self.page_size, -(-stop // self.page_size) - 1
-        if last < 0:
-            return
-        if last > first:
-            self._fill[pages[first:last]] = self.page_size
-        self._fill[pages[last]] = stop - last * self.page_size
+    def _live_leases(self) -> list[Lease]:
+        found = [reference() for reference in list(self._leases.values())]
+        return [lease for lease in found if lease is not None]
+
+    def _private_tokens(self, private: NDArray[np.bool_]) -> int:
+        """Tokens in pages that leases alone own. Complexity: O(pages of leases)."""
+        fill = np.zeros(self.pool.num_pages + 1, dtype=np.int64)
+        for lease in self._live_leases():
+            if lease._num_pages:
+                last = lease._num_pages - 1
+                tail = lease._pages[last]
+                fill[lease._pages[:last]] = self.page_size
+                fill[tail] = max(fill[tail], lease.num_tokens - last * self.page_size)
+        for pin in self._pins:  # of a page that was superseded
+            fill[pin._pages] = self.page_size
+        return int(fill[private].sum())
 
     def _unpin(self, pin: Pin) -> None:
         if not pin._active:
@@ -885,11 +916,19 @@ class PrefixCache:
 
     def _give_back(self, what: PageIds | Pin) -> None:
         """Take pages or a pin back, now or, inside another call of this thread, after it."""
-        self._returned.append(what)
-        with self._guard._lock:
-            if not self._guard.inside:
-                with self._guard:
-                    pass
+        guard = self._guard
+        with guard.lock:
+            if guard.inside:
+                self._returned.append(what)
+                return
+            with guard:
+                if isinstance(what, Pin):
+                    self._unpin(what)
+                else:
+                    self.pool.drop(what)
+
+    def _has_returns(self) -> Any:
+        return self._returned or self._timed_pins or self.tree.expiries
 
     def _reclaim(self) -> None:
         """Take back what was given back or dropped, and what has outlived its time."""
@@ -903,5 +942,5 @@ class PrefixCache:
             now = self._now()
             while self._timed_pins and self._timed_pins[0][0] <= now:
                 self._unpin(heappop(self._timed_pins)[2])
-        if self.tree.has_expiries:
+        if self.tree.expiries:
             self.tree.expire(self._now())

@@ -24,9 +24,15 @@ if TYPE_CHECKING:
 
     from radixkv.quant import KVCodec, LayerPages
 
+# A page's state: how many owners it has, whether the tree is one, whether it is watched.
+OWNERS = (1 << 20) - 1
+IN_TREE = 1 << 28
+WATCHED = 1 << 29
+LONE = IN_TREE + 1  # the tree alone owns it: evictable
+
 NULL_PAGE = 0  # padding reads and writes land here; never handed out, outside the capacity
 
-PageIds = NDArray[np.int32]
+PageIds = NDArray[np.int64]  # as wide as an index: NumPy gathers by it three times as fast
 
 
 class PagePool:
@@ -34,9 +40,7 @@ class PagePool:
 
     Attributes:
         num_pages: usable pages; page 0 (`NULL_PAGE`) comes on top.
-        ref_count: owners of each page. [num_pages + 1] int32.
-        in_tree: whether the tree is one of them. [num_pages + 1] bool.
-        watched: pages whose fall to one owner is told to ``on_release``. [num_pages + 1] bool.
+        state: owners, `IN_TREE` and `WATCHED` of each page, 0 if free. [num_pages + 1] int32.
         num_evictable: pages that the tree alone owns.
         on_release: called with the watched pages whose only owner is now the tree.
 
@@ -51,13 +55,11 @@ class PagePool:
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        self.ref_count = np.zeros(num_pages + 1, dtype=np.int32)
-        self.in_tree = np.zeros(num_pages + 1, dtype=np.bool_)
-        self.watched = np.zeros(num_pages + 1, dtype=np.bool_)
+        self.state = np.zeros(num_pages + 1, dtype=np.int32)
         self.num_evictable = 0
         self.on_release: Callable[[list[int]], None] | None = None
         # A stack with the lowest id on top, so that memory is touched only as pages are used.
-        self._free = np.arange(num_pages, 0, -1, dtype=np.int32)
+        self._free = np.arange(num_pages, 0, -1, dtype=np.int64)
         self._num_free = num_pages
         self._stand_ins: dict[int, int] = {}
 
@@ -87,45 +89,71 @@ class PagePool:
         top = self._num_free - count
         page_ids = self._free[top : self._num_free][::-1].copy()
         self._num_free = top
-        self.ref_count[page_ids] = 1
+        self.state[page_ids] = 1
         return page_ids
 
     def hold(self, page_ids: PageIds) -> None:
         """Add an owner to pages that have one already; each id at most once in the call."""
-        counts = self.ref_count[page_ids]
-        self.num_evictable -= int(np.count_nonzero(self.in_tree[page_ids] & (counts == 1)))
-        self.ref_count[page_ids] = counts + 1
+        state = self.state[page_ids]
+        self.num_evictable -= int(np.count_nonzero(state == LONE))
+        self.state[page_ids] = state + 1
 
     def drop(self, page_ids: PageIds) -> None:
         """Take an owner other than the tree from pages; those left without one are free."""
-        counts = self.ref_count[page_ids] - 1
-        self.ref_count[page_ids] = counts
-        in_tree = self.in_tree[page_ids]
-        lone = in_tree & (counts == 1)
-        self.num_evictable += int(np.count_nonzero(lone))
-        freed = page_ids[counts == 0]
-        if freed.size:
-            self._push(freed)
-        watched = lone & self.watched[page_ids]
-        if watched.any() and self.on_release is not None:
-            self.on_release(page_ids[watched].tolist())
+        if not page_ids.size:
+            return
+        state = self.state[page_ids] - 1
+        self.state[page_ids] = state
+        self.num_evictable += int(np.count_nonzero(state == LONE))
+        if np.count_nonzero(state) != state.size:
+            self._push(page_ids[state == 0])
+        lone = state == LONE + WATCHED
+        if np.count_nonzero(lone):
+            watched = page_ids[lone].tolist()
+            self.num_evictable += len(watched)
+            if self.on_release is not None:
+                self.on_release(watched)
+
+    def watch(self, page_id: int, watched: bool) -> None:
+        """Whether ``on_release`` is told when only the tree is left as the page's owner."""
+        state = int(self.state[page_id])
+        self.state[page_id] = state | WATCHED if watched else state & ~WATCHED
 
     def enter_tree(self, page_ids: PageIds) -> None:
         """Make the tree an owner of pages that others own and the tree does not."""
-        self.in_tree[page_ids] = True
-        self.ref_count[page_ids] += 1
+        self.state[page_ids] += LONE
 
     def leave_tree(self, page_ids: PageIds) -> int:
         """Take pages from the tree; those without another owner are free. Returns how many."""
-        counts = self.ref_count[page_ids] - 1
-        self.ref_count[page_ids] = counts
-        self.in_tree[page_ids] = False
-        self.watched[page_ids] = False
-        freed = page_ids[counts == 0]
+        state = self.state.take(page_ids)
+        state &= OWNERS
+        state -= 1
+        self.state[page_ids] = state
+        freed = page_ids[state == 0]
         self.num_evictable -= freed.size
         if freed.size:
             self._push(freed)
         return int(freed.size)
+
+    def free_lone(self, page_ids: PageIds) -> None:
+        """Free pages that the tree alone owns."""
+        self.state[page_ids] = 0
+        self.num_evictable -= page_ids.size
+        self._push(page_ids)
+
+    def count(self, page_id: int) -> int:
+        """Owners of one page, the tree among them."""
+        return int(self.state[page_id]) & OWNERS
+
+    @property
+    def ref_count(self) -> NDArray[np.int32]:
+        """Owners of each page, the tree among them. [num_pages + 1] int32, a copy."""
+        return self.state & OWNERS
+
+    @property
+    def in_tree(self) -> NDArray[np.bool_]:
+        """Whether the tree is an owner. [num_pages + 1] bool, a copy."""
+        return (self.state & IN_TREE) != 0
 
     def stand_in(self, page_id: int, tree_page: int) -> None:
         """Keep ``tree_page`` held for as long as ``page_id`` has an owner.
@@ -137,9 +165,9 @@ class PagePool:
         """
         previous = self._stand_ins.get(page_id)
         self._stand_ins[page_id] = tree_page
-        self.hold(np.array([tree_page], dtype=np.int32))
+        self.hold(np.array([tree_page]))
         if previous is not None:
-            self.drop(np.array([previous], dtype=np.int32))
+            self.drop(np.array([previous]))
 
     def stand_ins(self) -> dict[int, int]:
         """Duplicates that still have holders, and the tree pages that they hold."""
@@ -152,7 +180,12 @@ class PagePool:
         if self._stand_ins:
             held = [self._stand_ins.pop(p) for p in freed.tolist() if p in self._stand_ins]
             for page_id in held:  # one at a time: two duplicates may hold one page
-                self.drop(np.array([page_id], dtype=np.int32))
+                self.drop(np.array([page_id]))
+
+    @property
+    def nbytes(self) -> int:
+        """Host bytes of the bookkeeping arrays."""
+        return self.state.nbytes + self._free.nbytes
 
     def free_pages(self) -> PageIds:
         """The free pages, in no order."""
@@ -214,7 +247,9 @@ class PageStorage:
         for tensor in self.pages:
             _as_bytes(tensor)[:, NULL_PAGE] = 0  # padding reads finite values
         self._layers = [LayerPages(*(t[i] for t in self.pages)) for i in range(spec.num_layers)]
-        self._copied = [_as_bytes(t) for t in self.pages if t.numel()]
+        copied = [t.view(torch.uint8) for t in self.pages if t.numel()]
+        # On a CPU the copies go through NumPy, whose calls cost a tenth of torch's.
+        self._copied = [t.numpy() if device.type == "cpu" else t for t in copied]
 
     def layer(self, layer_idx: int) -> LayerPages:
         """Views of one layer's tensors."""

@@ -16,10 +16,9 @@ import array
 import sys
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,11 +26,13 @@ from sortedcontainers import SortedDict, SortedList  # type: ignore[import-untyp
 
 from radixkv.errors import CacheInvariantError
 
-PageIds = NDArray[np.int32]
+PageIds = NDArray[np.int64]  # as wide as an index: NumPy gathers by it three times as fast
 
 TOKEN_BYTES = 4
 MAX_TOKEN_ID = 2**31 - 1
-_NO_PAGES: PageIds = np.empty(0, dtype=np.int32)
+ID_BYTES = 8
+_BIG_ENDIAN = np.dtype(">u4")
+_NO_PAGES: PageIds = np.empty(0, dtype=np.int64)
 EXPIRED = -(2**63)  # the priority of what has outlived its time
 _WIDE = 256  # children from which on their order is a SortedList, not a list
 
@@ -51,22 +52,24 @@ def encode_tokens(token_ids: Any, *, name: str = "token_ids") -> bytes:
     >>> encode_tokens([1, 258])
     b'\\x00\\x00\\x00\\x01\\x00\\x00\\x01\\x02'
     """
-    if isinstance(token_ids, (list, tuple)):
-        try:
-            native = np.frombuffer(array.array("I", token_ids), dtype=np.uint32)
-        except (TypeError, OverflowError):
+    if not isinstance(token_ids, (list, tuple)):
+        return _as_array(token_ids, name).astype(_BIG_ENDIAN).tobytes()
+    try:
+        native = array.array("I", token_ids)
+    except (TypeError, OverflowError):
+        _refuse(token_ids, name)
+        raise
+    if not native:
+        return b""
+    # As signed numbers: too large ones are negative. A bool passes for 0 or 1, so only those
+    # need a look at their type.
+    if np.minimum.reduce(np.frombuffer(native, dtype=np.int32)) <= 1:
+        low = [i for i, token_id in enumerate(native) if token_id <= 1 or token_id > MAX_TOKEN_ID]
+        if any(native[i] > MAX_TOKEN_ID or not _is_integer(token_ids[i]) for i in low):
             _refuse(token_ids, name)
-            raise
-        if native.size:
-            # A bool passes for 0 or 1, so only those need a look at their type.
-            low = np.flatnonzero(native <= 1)
-            if low.size and any(not _is_integer(token_ids[i]) for i in low.tolist()):
-                _refuse(token_ids, name)
-            if int(native.max()) > MAX_TOKEN_ID:
-                _refuse(token_ids, name)
-    else:
-        native = _as_array(token_ids, name)
-    return native.byteswap().tobytes() if sys.byteorder == "little" else native.tobytes()
+    if sys.byteorder == "little":
+        native.byteswap()
+    return native.tobytes()
 
 
 def decode_tokens(tokens: bytes | bytearray | memoryview) -> NDArray[np.int64]:
@@ -78,7 +81,7 @@ def decode_tokens(tokens: bytes | bytearray | memoryview) -> NDArray[np.int64]:
     return np.frombuffer(tokens, dtype=">u4").astype(np.int64)
 
 
-def _as_array(token_ids: Any, name: str) -> NDArray[np.uint32]:
+def _as_array(token_ids: Any, name: str) -> NDArray[Any]:
     expected = f"{name}: expected a one-dimensional sequence of integer token ids"
     if isinstance(token_ids, (str, bytes, bytearray)) or not (
         hasattr(token_ids, "__array__") or hasattr(token_ids, "__len__")
@@ -89,15 +92,18 @@ def _as_array(token_ids: Any, name: str) -> NDArray[np.uint32]:
     values = np.asarray(token_ids)
     if values.ndim != 1:
         raise TypeError(f"{expected}, got {values.ndim} dimensions; flatten it first")
-    if values.size and values.dtype.kind not in "iu":
+    if not values.size:
+        return values
+    if values.dtype.kind not in "iu":
         raise TypeError(f"{expected}, got dtype {values.dtype}; convert it to integers first")
-    if values.size:
+    # One pass for both limits: as unsigned numbers, negative ones are the largest.
+    unsigned = values.view(f"u{values.dtype.itemsize}")
+    if np.maximum.reduce(unsigned) > min(MAX_TOKEN_ID, np.iinfo(values.dtype).max):
         low, high = int(values.min()), int(values.max())
-        if low < 0 or high > MAX_TOKEN_ID:
-            raise ValueError(
-                f"{name}: expected ids from 0 to {MAX_TOKEN_ID}, got {low if low < 0 else high}"
-            )
-    return values.astype(np.uint32)
+        raise ValueError(
+            f"{name}: expected ids from 0 to {MAX_TOKEN_ID}, got {low if low < 0 else high}"
+        )
+    return values
 
 
 def _is_integer(value: Any) -> bool:
@@ -155,11 +161,13 @@ def common_prefix(a: bytes | bytearray, b: bytes, start: int) -> int:
 class PageLedger(Protocol):
     """What the tree asks of the pool; `radixkv.pool.PagePool` says what each does."""
 
-    ref_count: NDArray[np.int32]
-    in_tree: NDArray[np.bool_]
-    watched: NDArray[np.bool_]
     on_release: Callable[[list[int]], None] | None
 
+    @property
+    def in_tree(self) -> NDArray[np.bool_]: ...
+    def count(self, page_id: int) -> int: ...
+    def watch(self, page_id: int, watched: bool) -> None: ...
+    def free_lone(self, page_ids: PageIds) -> None: ...
     def enter_tree(self, page_ids: PageIds) -> None: ...
     def leave_tree(self, page_ids: PageIds) -> int: ...
     def stand_in(self, page_id: int, tree_page: int) -> None: ...
@@ -195,12 +203,12 @@ class Children:
             self.order.remove(key)
 
     def closest(self, key: bytes) -> tuple[Node, int] | None:
-        """The child that shares the most bytes with ``key``, if any are shared, and how many."""
+        """The child that shares the most bytes with ``key``, and how many; None below a token."""
         order = self.order
         at = bisect_left(order, key) if isinstance(order, list) else order.bisect_left(key)
         best, shared = b"", 0
         for i in (at - 1, at):
-            if 0 <= i < len(order):
+            if 0 <= i < len(order) and order[i][:TOKEN_BYTES] == key[:TOKEN_BYTES]:
                 length = common_prefix(order[i], key, 0)
                 if length > shared:
                     best, shared = order[i], length
@@ -212,11 +220,12 @@ class Node:
 
     Attributes:
         tokens: the run, four bytes a token; begins on a page border.
-        page_ids: one page per ``page_size`` tokens, int32 as bytes.
+        page_ids: one page per ``page_size`` tokens, int64 as bytes.
         parent, children: None for a root; None for a leaf.
         last_access: logical clock of the last match or insert that passed here.
         num_hits: how many did.
         priority, expires: for the "priority" policy; ``expires`` is a time in seconds or None.
+        end: where it ends: bytes from the beginning of the sequence.
         key: its key among the evictable leaves, or None if it is not one.
         blocked_by: its last page, while somebody else holds that; else 0.
     """
@@ -224,6 +233,7 @@ class Node:
     __slots__ = (
         "blocked_by",
         "children",
+        "end",
         "expires",
         "key",
         "last_access",
@@ -234,7 +244,10 @@ class Node:
         "tokens",
     )
 
-    def __init__(self, tokens: bytearray, page_ids: bytearray, parent: Node | None) -> None:
+    def __init__(
+        self, tokens: bytearray, page_ids: bytearray, parent: Node | None, end: int
+    ) -> None:
+        self.end = end
         self.tokens = tokens
         self.page_ids = page_ids
         self.parent = parent
@@ -245,6 +258,21 @@ class Node:
         self.expires: float | None = None
         self.key: Any = None
         self.blocked_by = 0
+
+
+class Root(Node):
+    """The empty node above a namespace's tree."""
+
+    __slots__ = ("namespace",)
+
+    def __init__(self, namespace: Hashable) -> None:
+        super().__init__(bytearray(), bytearray(), None, 0)
+        self.namespace = namespace
+
+
+def _page_at(node: Node, index: int) -> int:
+    at = ID_BYTES * index
+    return int.from_bytes(node.page_ids[at : at + ID_BYTES], sys.byteorder)
 
 
 def _lru_key(node: Node) -> Any:
@@ -268,21 +296,40 @@ POLICIES: dict[str, Callable[[Node], Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Match:
+class Match(NamedTuple):
     """The longest prefix of a query that the tree holds.
 
     Attributes:
         num_tokens: its length.
-        page_ids: its full pages. [num_tokens // page_size] int32.
+        page_ids: its full pages. [num_tokens // page_size] int64.
         partial_page: the page that holds the tokens after those, or 0 if there are none.
-        node: the node in which it ends; None if nothing matched. For `touch` and `settle`.
+        node: the last node whose whole edge matched (or a root); child: the one in whose edge
+            the match ends; cut: bytes of the child's edge that are whole pages of the match.
     """
 
     num_tokens: int
     page_ids: PageIds
     partial_page: int
     node: Node | None
+    child: Node | None
+    cut: int
+
+
+class Inserted(NamedTuple):
+    """Where a sequence lies in the tree.
+
+    Attributes:
+        first: index of the first page that ``page_ids`` tells; those before it are the
+            caller's own already.
+        page_ids: the tree's pages from there on. int64.
+        node: the node in which it ends, for `RadixTree.settle`.
+        start: a node and its end from which the next insert of this sequence may begin.
+    """
+
+    first: int
+    page_ids: PageIds
+    node: Node
+    start: tuple[Node, int]
 
 
 class RadixTree:
@@ -293,7 +340,7 @@ class RadixTree:
     >>> tree = RadixTree(4, pool)
     >>> pages = pool.allocate(2)
     >>> tokens = encode_tokens([1, 2, 3, 4, 5, 6])
-    >>> tree.insert(tokens, pages)[0].tolist()
+    >>> tree.insert(tokens, pages).page_ids.tolist()
     [1, 2]
     >>> pool.drop(pages)
     >>> tree.match(encode_tokens([1, 2, 3, 4, 5, 9])).num_tokens
@@ -306,7 +353,7 @@ class RadixTree:
         self.page_size = page_size
         self.page_bytes = page_size * TOKEN_BYTES
         self.pool = pool
-        self.roots: dict[Hashable, Node] = {}
+        self.roots: dict[Hashable, Root] = {}
         self.num_nodes = 0
         self.num_tokens = 0
         self.evicted_pages = 0
@@ -314,7 +361,7 @@ class RadixTree:
         self._policy = POLICIES[eviction]
         self._evictable: Any = SortedDict()  # policy key -> leaf
         self._blocked: dict[int, Node] = {}  # tail page held by others -> leaf
-        self._expiries: list[tuple[float, int, Node]] = []  # heap; stale entries are skipped
+        self.expiries: list[tuple[float, int, Node]] = []  # heap; stale entries are skipped
         self._num_scheduled = 0
         pool.on_release = self._on_release
 
@@ -323,47 +370,47 @@ class RadixTree:
     def match(self, tokens: bytes, namespace: Hashable = None) -> Match:
         """Find the longest prefix of ``tokens`` that the namespace holds; changes nothing.
 
-        A caller that wants to keep the pages holds them, then calls `settle` and `touch`.
+        A caller that wants to keep the pages holds them, then calls `settle`; `touch` counts
+        the match as a use. In between, the tree must not change.
 
         Complexity: O(len(tokens) / memcmp + edges * log(children)).
         """
         root = self.roots.get(namespace)
         if root is None or root.children is None:
-            return Match(0, _NO_PAGES, 0, None)
-        node, child, shared, passed, parts = self._walk(root, tokens)
-        page_id = 0
+            return Match(0, _NO_PAGES, 0, None, None, 0)
+        node, child, shared, passed, parts = self._walk(root, 0, tokens)
+        page_id = cut = 0
         if child is not None:
             full = shared // self.page_bytes
-            parts.append(child.page_ids[: 4 * full])
-            if shared % self.page_bytes:
-                page_id = int.from_bytes(child.page_ids[4 * full : 4 * full + 4], sys.byteorder)
-        page_ids = np.frombuffer(b"".join(parts), dtype=np.int32)
-        end = node if child is None else child
-        return Match(
-            (passed + shared) // TOKEN_BYTES, page_ids, page_id, end if end.parent else None
-        )
+            cut = full * self.page_bytes
+            if full:
+                parts.append(child.page_ids[: ID_BYTES * full])
+            if shared != cut:
+                page_id = _page_at(child, full)
+        page_ids = np.frombuffer(b"".join(parts), dtype=np.int64)
+        return Match((passed + shared) // TOKEN_BYTES, page_ids, page_id, node, child, cut)
 
     def _walk(
-        self, root: Node, tokens: bytes
+        self, node: Node, passed: int, tokens: bytes
     ) -> tuple[Node, Node | None, int, int, list[bytes | bytearray]]:
-        """Descend while whole edges match.
+        """Descend from ``node``, where ``passed`` bytes have matched, while whole edges match.
 
         Returns:
             the last node whose whole edge matched (or the root); the child in which the match
             ends, if it ends inside an edge or in its part-filled last page; how many bytes of
-            the child's edge match, whole tokens; bytes before the child; their page ids.
+            the child's edge match, whole tokens; bytes before the child; page ids on the way.
         """
-        node, passed, page_bytes = root, 0, self.page_bytes
+        page_bytes = self.page_bytes
         parts: list[bytes | bytearray] = []
         while passed < len(tokens) and node.children is not None:
             key = tokens[passed : passed + page_bytes]
             child = node.children.by_key.get(key)
             if child is None:
                 closest = node.children.closest(key)
-                if closest is not None and closest[1] >= TOKEN_BYTES:
-                    shared = closest[1] // TOKEN_BYTES * TOKEN_BYTES
-                    return node, closest[0], shared, passed, parts
-                return node, None, 0, passed, parts
+                if closest is None:
+                    return node, None, 0, passed, parts
+                shared = closest[1] // TOKEN_BYTES * TOKEN_BYTES
+                return node, closest[0], shared, passed, parts
             edge = child.tokens
             if len(edge) % page_bytes == 0 and tokens.startswith(edge, passed):
                 passed += len(edge)
@@ -382,9 +429,10 @@ class RadixTree:
         page_ids: PageIds,
         namespace: Hashable = None,
         *,
+        start: tuple[Node, int] | None = None,
         priority: int | None = None,
         expires: float | None = None,
-    ) -> tuple[PageIds, Node | None]:
+    ) -> Inserted:
         """Make ``tokens`` findable; what is there already stays as it is.
 
         The tree becomes an owner of the pages that are new to it. The caller, who owns every
@@ -392,52 +440,67 @@ class RadixTree:
         `settle` with the returned node.
 
         Args:
-            tokens: the whole sequence from its beginning.
-            page_ids: its pages, the last part-filled or not. [ceil(tokens / page_size)] int32.
-        Returns:
-            The tree's page of each page of the sequence, its own where they were new, [same];
-            the node in which the sequence ends (None if it is empty).
+            tokens: the whole sequence from its beginning; not empty.
+            page_ids: its pages, the last part-filled or not. [ceil(tokens / page_size)] int64.
+            start: what `touch` or an earlier insert returned for the beginning of this
+                sequence, while the caller has held all its pages since: saves the way there.
 
         Complexity: as `match`, plus O(new tokens) and the bytes of an edge that is split.
         """
         page_bytes = self.page_bytes
-        root = self.roots.get(namespace)
-        if root is None:
-            root = self.roots[namespace] = Node(bytearray(), bytearray(), None)
-        node, child, shared, passed, parts = self._walk(root, tokens)
-        cut = shared // page_bytes * page_bytes
-        cut_pages = 4 * (cut // page_bytes)
-        border = passed + cut
-        rest = tokens[border:]
-        fresh = page_ids[border // page_bytes :]
-        if child is not None:
-            parts.append(child.page_ids[:cut_pages])
-        if not rest:
-            end = node if child is None else child
-        elif child is not None and shared - cut == len(rest):
-            end = child  # all of it lies inside a page of the tree
-            parts.append(child.page_ids[cut_pages : cut_pages + 4])
+        node: Node | None = None
+        if (
+            start is not None
+            and start[0].parent is not None
+            and start[0].end == start[1] <= len(tokens)
+        ):
+            node, passed = start
         else:
+            node, passed = self.roots.get(namespace), 0
+            if node is None:
+                node = self.roots[namespace] = Root(namespace)
+        first = passed // page_bytes
+        node, child, shared, passed, parts = self._walk(node, passed, tokens)
+        cut = shared // page_bytes * page_bytes
+        border = passed + cut
+        rest = tokens[border:] if border else tokens
+        end = node if child is None else child
+        inside = True
+        if child is not None:
+            parts.append(child.page_ids[: ID_BYTES * (cut // page_bytes)])
+        if not rest:
+            pass
+        elif child is not None and shared - cut == len(rest):
+            at = ID_BYTES * (cut // page_bytes)  # all of the rest lies in a page of the tree
+            parts.append(child.page_ids[at : at + ID_BYTES])
+        else:
+            inside = False
+            fresh = page_ids[border // page_bytes :]
             parts.append(fresh.tobytes())
             parts = [b"".join(parts)]  # now: a part may be an edge that is about to grow
             if child is not None and shared == len(child.tokens):
                 self._grow(child, cut, rest, fresh)
-                end = child
-            elif child is None and node.children is None and node is not root:
+            elif child is None and node.children is None and node.parent is not None:
                 self._grow(node, len(node.tokens), rest, fresh)
-                end = node
             else:
                 parent = self._split(child, cut) if child is not None and cut else node
                 end = self._add_leaf(parent, rest, fresh)
-        if end is root:
-            return _NO_PAGES, None
-        self.touch(end, priority, expires)
-        if end.children is None and end.key is None and not end.blocked_by:
-            self._place(end)
-        return np.frombuffer(b"".join(parts), dtype=np.int32), end
+        if inside:
+            next_start = self._touch_end(node, child, cut, priority, expires)
+        else:
+            self._touch_path(end, priority, expires)
+            if end.key is None and not end.blocked_by:
+                self._place(end)
+            if end.end % page_bytes == 0:
+                next_start = end, end.end
+            else:
+                assert end.parent is not None
+                next_start = end.parent, end.parent.end
+        return Inserted(first, np.frombuffer(b"".join(parts), dtype=np.int64), end, next_start)
 
     def _add_leaf(self, parent: Node, tokens: bytes, page_ids: PageIds) -> Node:
-        leaf = Node(bytearray(tokens), bytearray(page_ids.tobytes()), parent)
+        end = parent.end + len(tokens)
+        leaf = Node(bytearray(tokens), bytearray(page_ids.tobytes()), parent, end)
         if parent.children is None:
             parent.children = Children()
         parent.children.add(tokens[: self.page_bytes], leaf)
@@ -449,32 +512,36 @@ class RadixTree:
     def _grow(self, leaf: Node, cut: int, tokens: bytes, page_ids: PageIds) -> None:
         """Put ``tokens`` in place of what follows byte ``cut``: nothing, or a prefix of them."""
         self._unplace(leaf)
-        old = leaf.tokens[cut:]
-        superseded = np.frombuffer(
-            bytes(leaf.page_ids[4 * (cut // self.page_bytes) :]), dtype=np.int32
-        )
-        if cut == 0:
-            assert leaf.parent is not None and leaf.parent.children is not None
-            leaf.parent.children.remove(bytes(old))
-            leaf.parent.children.add(tokens[: self.page_bytes], leaf)
+        cut_pages = cut // self.page_bytes
+        superseded = 0
+        if cut < len(leaf.tokens):
+            superseded = _page_at(leaf, cut_pages)
+            if cut == 0:
+                assert leaf.parent is not None and leaf.parent.children is not None
+                leaf.parent.children.remove(bytes(leaf.tokens))
+                leaf.parent.children.add(tokens[: self.page_bytes], leaf)
+        grown = cut + len(tokens) - len(leaf.tokens)
         leaf.tokens[cut:] = tokens
-        leaf.page_ids[4 * (cut // self.page_bytes) :] = page_ids.tobytes()
-        self.num_tokens += (len(tokens) - len(old)) // TOKEN_BYTES
-        if superseded.size and superseded[0] == page_ids[0]:
+        leaf.page_ids[ID_BYTES * cut_pages :] = page_ids.tobytes()
+        leaf.end += grown
+        self.num_tokens += grown // TOKEN_BYTES
+        if not superseded:
+            self.pool.enter_tree(page_ids)
+        elif superseded == page_ids[0]:
             self.pool.enter_tree(page_ids[1:])  # the same page, of which more is published now
-            return
-        self.pool.enter_tree(page_ids)
-        if superseded.size:
-            freed = self.pool.leave_tree(superseded)
-            if not freed:  # its holders (a pin) keep what they hold findable
-                self.pool.stand_in(int(superseded[0]), int(page_ids[0]))
+        else:
+            self.pool.enter_tree(page_ids)
+            if not self.pool.leave_tree(np.array([superseded])):
+                # Its holders (a pin) keep what they hold findable.
+                self.pool.stand_in(superseded, int(page_ids[0]))
 
     def _split(self, lower: Node, cut: int) -> Node:
         """Give the first ``cut`` bytes of an edge to a new node above it; returns that node."""
         parent = lower.parent
         assert parent is not None and parent.children is not None
-        cut_pages = 4 * (cut // self.page_bytes)
-        upper = Node(lower.tokens[:cut], lower.page_ids[:cut_pages], parent)
+        cut_pages = ID_BYTES * (cut // self.page_bytes)
+        end = lower.end - len(lower.tokens) + cut
+        upper = Node(lower.tokens[:cut], lower.page_ids[:cut_pages], parent, end)
         upper.last_access, upper.num_hits = lower.last_access, lower.num_hits
         upper.priority, upper.expires = lower.priority, lower.expires
         if upper.expires is not None:
@@ -511,26 +578,63 @@ class RadixTree:
 
     # --- who may go --------------------------------------------------------------------
 
-    def touch(self, node: Node, priority: int | None = None, expires: float | None = None) -> None:
-        """Count the path to ``node`` as used now; raise its priority if one is given.
+    def touch(self, found: Match) -> tuple[Node, int] | None:
+        """Count what ``found`` matched as used now, to the page.
 
-        Complexity: O(depth + log(leaves)), and the bytes of edges that are joined.
+        An edge of which only a part matched is split there, so that its rest keeps its age;
+        but a single page that is left over counts as used too: it is mostly the last page of
+        a sequence that is asked for again, of which one token is always run anew.
+
+        Returns:
+            what `insert` takes as ``start`` for a sequence that begins with this match.
+
+        Complexity: O(depth + log(leaves)), and the bytes of edges that are split or joined.
         """
-        self.clock += 1
-        self._unkey(node)
-        walk: Node | None = node
-        while walk is not None and walk.parent is not None:
-            walk.last_access = self.clock
+        if found.node is None:
+            return None
+        return self._touch_end(found.node, found.child, found.cut, None, None)
+
+    def _touch_end(
+        self,
+        node: Node,
+        child: Node | None,
+        cut: int,
+        priority: int | None,
+        expires: float | None,
+    ) -> tuple[Node, int]:
+        start = node
+        if child is not None:
+            if len(child.tokens) <= cut + self.page_bytes:
+                node = child
+            elif cut:
+                start = node = self._split(child, cut)
+        if node.parent is not None:
+            self._touch_path(node, priority, expires)
+        return start, start.end
+
+    def _touch_path(self, node: Node, priority: int | None, expires: float | None) -> None:
+        clock = self.clock = self.clock + 1
+        keyed = node.key is not None
+        if keyed:
+            del self._evictable[node.key]
+        walk, parent = node, node.parent
+        in_two = False
+        while parent is not None:
+            walk.last_access = clock
             walk.num_hits += 1
             if priority is not None and priority >= walk.priority:
                 walk.priority, walk.expires = priority, expires
                 if expires is not None:
                     self._schedule(walk)
-            walk = walk.parent
-        self._rekey(node)
-        walk = node
-        while walk.parent is not None and walk.parent.parent is not None:
-            walk = walk if self._join(walk.parent) else walk.parent
+            walk, parent = parent, parent.parent
+            if parent is not None and len(walk.children.by_key) == 1:  # type: ignore[union-attr]
+                in_two = True
+        if keyed:
+            node.key = self._policy(node)
+            self._evictable[node.key] = node
+        while in_two and node.parent is not None and node.parent.parent is not None:
+            if not self._join(node.parent):
+                node = node.parent
 
     def _unkey(self, node: Node) -> None:
         if node.key is not None:
@@ -543,20 +647,15 @@ class RadixTree:
 
     def _schedule(self, node: Node) -> None:
         self._num_scheduled += 1
-        heappush(self._expiries, (node.expires, self._num_scheduled, node))
-
-    @property
-    def has_expiries(self) -> bool:
-        """Whether `expire` may have something to do."""
-        return bool(self._expiries)
+        heappush(self.expiries, (node.expires, self._num_scheduled, node))
 
     def expire(self, now: float) -> None:
         """Let the priorities whose time is over fall to the smallest.
 
         Complexity: O(log(scheduled)) an expiry.
         """
-        while self._expiries and self._expiries[0][0] <= now:
-            expires, _, node = heappop(self._expiries)
+        while self.expiries and self.expiries[0][0] <= now:
+            expires, _, node = heappop(self.expiries)
             if node.expires != expires or node.parent is None:
                 continue  # it was given another time, or is gone
             self._unkey(node)
@@ -574,18 +673,18 @@ class RadixTree:
             self._place(node)
 
     def _is_held(self, leaf: Node) -> bool:
-        return bool(self.pool.ref_count[self._tail_page(leaf)] > 1)
+        return self.pool.count(self._tail_page(leaf)) > 1
 
     def _tail_page(self, leaf: Node) -> int:
-        return int.from_bytes(leaf.page_ids[-4:], sys.byteorder)
+        return int.from_bytes(leaf.page_ids[-ID_BYTES:], sys.byteorder)
 
     def _place(self, leaf: Node) -> None:
         """Put a leaf among the evictable ones, or the blocked ones if its last page is held."""
         tail = self._tail_page(leaf)
-        if self.pool.ref_count[tail] > 1:
+        if self.pool.count(tail) > 1:
             leaf.blocked_by = tail
             self._blocked[tail] = leaf
-            self.pool.watched[tail] = True
+            self.pool.watch(tail, True)
         else:
             leaf.key = self._policy(leaf)
             self._evictable[leaf.key] = leaf
@@ -596,14 +695,16 @@ class RadixTree:
             leaf.key = None
         elif leaf.blocked_by:
             del self._blocked[leaf.blocked_by]
-            self.pool.watched[leaf.blocked_by] = False
+            self.pool.watch(leaf.blocked_by, False)
             leaf.blocked_by = 0
 
     def _on_release(self, page_ids: list[int]) -> None:
         for page_id in page_ids:
-            leaf = self._blocked[page_id]
-            self._unplace(leaf)
-            self._place(leaf)
+            leaf = self._blocked.pop(page_id)
+            self.pool.watch(page_id, False)
+            leaf.blocked_by = 0
+            leaf.key = self._policy(leaf)
+            self._evictable[leaf.key] = leaf
 
     def evict(self, num_pages: int) -> int:
         """Free at least ``num_pages`` pages if so many are evictable; tail pages, oldest first.
@@ -613,56 +714,64 @@ class RadixTree:
 
         Complexity: O(log(leaves)) a leaf, plus O(pages freed).
         """
-        freed = 0
-        while freed < num_pages and self._evictable:
-            _, leaf = self._evictable.peekitem(0)
-            freed += self._trim(leaf, num_pages - freed)
+        left, gone = num_pages, []
+        while left > 0 and self._evictable:
+            _, leaf = self._evictable.popitem(0)
+            leaf.key = None
+            gone.append(self._trim(leaf, left))
+            left -= len(gone[-1]) // ID_BYTES
+        freed = num_pages - left
+        if freed:
+            self.pool.free_lone(np.frombuffer(b"".join(gone), dtype=np.int64))
         self.evicted_pages += freed
         return freed
 
-    def _trim(self, leaf: Node, most: int) -> int:
-        """Free up to ``most`` pages from the end of an edge, up to the first that is held."""
-        self._unplace(leaf)
-        pages = np.frombuffer(bytes(leaf.page_ids[-4 * most :]), dtype=np.int32)
-        held = np.flatnonzero(self.pool.ref_count[pages] > 1)
-        if held.size:
-            pages = pages[held[-1] + 1 :]
-        if not pages.size:
-            self._place(leaf)
-            return 0
-        keep = len(leaf.page_ids) // 4 - pages.size
-        key = bytes(leaf.tokens[: self.page_bytes])
-        cut = keep * self.page_bytes
-        self.num_tokens -= (len(leaf.tokens) - cut) // TOKEN_BYTES
-        del leaf.tokens[cut:]
-        del leaf.page_ids[4 * keep :]
-        freed = self.pool.leave_tree(pages)
-        if keep:
-            self._place(leaf)
-        else:
-            self._remove(leaf, key)
-        return freed
+    def _trim(self, leaf: Node, most: int) -> bytearray:
+        """Cut up to ``most`` pages off the end of an edge, up to the first that is held.
 
-    def _remove(self, leaf: Node, key: bytes) -> None:
+        Returns:
+            their ids, as bytes; they are still to be freed.
+        """
+        count = len(leaf.page_ids) // ID_BYTES
+        keep = max(0, count - most)
+        # Who holds a page holds those before it: if the first is free to go, all are.
+        if self.pool.count(_page_at(leaf, keep)) > 1:
+            low, high = keep, count - 1  # the last one is nobody's, or it would be blocked
+            while high - low > 1:
+                middle = (low + high) // 2
+                if self.pool.count(_page_at(leaf, middle)) > 1:
+                    low = middle
+                else:
+                    high = middle
+            keep = high
+        gone = leaf.page_ids[ID_BYTES * keep :]
+        if not keep:
+            self.num_tokens -= len(leaf.tokens) // TOKEN_BYTES
+            self._remove(leaf)
+            return gone
+        cut = keep * self.page_bytes
+        lost = len(leaf.tokens) - cut
+        self.num_tokens -= lost // TOKEN_BYTES
+        leaf.end -= lost
+        del leaf.tokens[cut:]
+        del leaf.page_ids[ID_BYTES * keep :]
+        self._place(leaf)
+        return gone
+
+    def _remove(self, leaf: Node) -> None:
         parent = leaf.parent
         assert parent is not None and parent.children is not None
-        parent.children.remove(key)
+        parent.children.remove(bytes(leaf.tokens[: self.page_bytes]))
         self.num_nodes -= 1
         leaf.parent = None
-        if parent.parent is None:
+        if isinstance(parent, Root):
             if not parent.children:
-                self._forget_root(parent)
+                del self.roots[parent.namespace]
         elif not parent.children:
             parent.children = None
             self._place(parent)
         else:
             self._join(parent)
-
-    def _forget_root(self, root: Node) -> None:
-        for namespace, known in self.roots.items():
-            if known is root:
-                del self.roots[namespace]
-                return
 
     def clear(self, namespace: Hashable) -> int:
         """Forget a namespace; pages that others hold stay theirs. Returns the pages freed."""
@@ -673,7 +782,8 @@ class RadixTree:
         for node in list(self._nodes(root)):
             if node.children is None:
                 self._unplace(node)
-            freed += self.pool.leave_tree(np.frombuffer(bytes(node.page_ids), dtype=np.int32))
+            freed += self.pool.leave_tree(np.frombuffer(bytes(node.page_ids), dtype=np.int64))
+            node.parent = None
             self.num_nodes -= 1
             self.num_tokens -= len(node.tokens) // TOKEN_BYTES
         return freed
@@ -703,17 +813,18 @@ class RadixTree:
             for node in self._nodes(root):
                 num_nodes += 1
                 num_tokens += len(node.tokens) // TOKEN_BYTES
-                pages = np.frombuffer(bytes(node.page_ids), dtype=np.int32)
+                pages = np.frombuffer(bytes(node.page_ids), dtype=np.int64)
                 owned.extend(pages.tolist())
                 require(len(node.tokens) > 0, "an empty edge")
+                assert node.parent is not None
+                require(node.end == node.parent.end + len(node.tokens), "where an edge ends")
                 require(pages.size == -(-len(node.tokens) // self.page_bytes), "pages of an edge")
                 if node.children is None:
                     num_leaves += 1
                     tail = self._tail_page(node)
-                    if self.pool.ref_count[tail] > 1:
+                    if self.pool.count(tail) > 1:
                         require(node.blocked_by == tail, "a held tail that is not blocked")
                         require(self._blocked.get(tail) is node, "a blocked leaf is not listed")
-                        require(bool(self.pool.watched[tail]), "a blocked tail is not watched")
                         require(node.key is None, "a held leaf among the evictable")
                     else:
                         require(node.key == self._policy(node), "a leaf under an old key")
