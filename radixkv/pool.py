@@ -116,7 +116,7 @@ class PagePool:
 
     def watch(self, page_id: int, watched: bool) -> None:
         """Whether ``on_release`` is told when only the tree is left as the page's owner."""
-        state = int(self.state[page_id])
+        state = self.state.item(page_id)
         self.state[page_id] = state | WATCHED if watched else state & ~WATCHED
 
     def enter_tree(self, page_ids: PageIds) -> None:
@@ -143,7 +143,7 @@ class PagePool:
 
     def count(self, page_id: int) -> int:
         """Owners of one page, the tree among them."""
-        return int(self.state[page_id]) & OWNERS
+        return self.state.item(page_id) & OWNERS
 
     @property
     def ref_count(self) -> NDArray[np.int32]:

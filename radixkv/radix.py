@@ -151,11 +151,15 @@ def common_prefix(a: bytes | bytearray, b: bytes, start: int) -> int:
                 low = middle
             else:
                 high = middle
-        differ = int.from_bytes(a[low:high], "big") ^ int.from_bytes(
-            b[start + low : start + high], "big"
-        )
-        return high - (differ.bit_length() + 7) // 8
+        return low + _bytes_shared(a[low:high], b[start + low : start + high])
     return end
+
+
+def _bytes_shared(a: bytes | bytearray, b: bytes) -> int:
+    """How many bytes two short runs share from their beginning: the first set bit of a xor."""
+    length = min(len(a), len(b))
+    differ = int.from_bytes(a[:length], "big") ^ int.from_bytes(b[:length], "big")
+    return length - (differ.bit_length() + 7) // 8
 
 
 class PageLedger(Protocol):
@@ -206,12 +210,15 @@ class Children:
         """The child that shares the most bytes with ``key``, and how many; None below a token."""
         order = self.order
         at = bisect_left(order, key) if isinstance(order, list) else order.bisect_left(key)
+        begin = key[:TOKEN_BYTES]
         best, shared = b"", 0
-        for i in (at - 1, at):
-            if 0 <= i < len(order) and order[i][:TOKEN_BYTES] == key[:TOKEN_BYTES]:
-                length = common_prefix(order[i], key, 0)
-                if length > shared:
-                    best, shared = order[i], length
+        if at and order[at - 1].startswith(begin):
+            best = order[at - 1]
+            shared = _bytes_shared(best, key)
+        if at < len(order) and order[at].startswith(begin):
+            length = _bytes_shared(order[at], key)
+            if length > shared:
+                best, shared = order[at], length
         return (self.by_key[best], shared) if shared else None
 
 
