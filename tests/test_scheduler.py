@@ -71,6 +71,7 @@ def next_logits(token_ids: tuple[int, ...]) -> torch.Tensor:
 def fake_engine(num_pages: int, page_size: int, **options: Any) -> Engine:
     runner = FakeRunner()
     config = KVConfig(dtype="model", page_size=page_size, capacity=num_pages * page_size * 16)
+    options.setdefault("backend", "torch")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelRunner, "load", lambda model: runner)
         return Engine(runner.model, kv=config, **options)
