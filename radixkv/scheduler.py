@@ -39,7 +39,7 @@ class Sequence:
         num_computed: tokens whose KV is written, in this stay on the pages.
         write_from: below this position KV was there already (see `batch.Run`).
         num_cached: tokens found in the cache when it was first admitted; None before.
-        arrival: order of age; lower is older.
+        arrival: order of age, lower is older; a fork is as old as its request.
         passed_over: admissions of younger ones while this one waited.
         admitted_at: `time.perf_counter` when it first got its pages.
         furthest: the most tokens that were ever computed; going beyond it is progress.
@@ -53,7 +53,7 @@ class Sequence:
     num_computed: int = 0
     write_from: int = 0
     num_cached: int | None = None
-    arrival: int = 0
+    arrival: tuple[int, int] = (0, 0)
     passed_over: int = 0
     admitted_at: float | None = None
     furthest: int = 0
@@ -117,13 +117,13 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Let ``seq`` wait for its turn."""
-        seq.arrival = next(self._clock)
+        seq.arrival = (next(self._clock), 0)
         self.waiting.append(seq)
 
     def fork(self, seq: Sequence) -> Sequence:
         """A sequence with the same tokens that shares all pages of ``seq``; runs at once."""
         twin = Sequence(seq.owner, list(seq.token_ids), seq.namespace, num_cached=seq.num_cached)
-        twin.arrival = next(self._clock)
+        twin.arrival = (seq.arrival[0], next(self._clock))
         if seq.lease is not None and self._num_busy < self.max_seqs:
             twin.lease = seq.lease.fork()
             twin.num_computed = seq.num_computed
@@ -214,13 +214,20 @@ class Scheduler:
         return outputs
 
     def _admission_order(self) -> list[Sequence]:
-        """Aged ones first, oldest first; then those with the longest cached prefix."""
-        aged = [seq for seq in self.waiting if seq.passed_over >= _AGING_STEPS]
-        rest = [seq for seq in self.waiting if seq.passed_over < _AGING_STEPS]
+        """Those that ran before or have waited long, oldest first; then the best hits.
+
+        What gave its pages up comes back in order of age, so that the oldest request always
+        gets all that it needs: it fits alone, hence it ends, hence so do all.
+        """
+        first: list[Sequence] = []
+        rest: list[Sequence] = []
+        for seq in self.waiting:
+            ran = seq.num_cached is not None
+            (first if ran or seq.passed_over >= _AGING_STEPS else rest).append(seq)
         if len(rest) > 1:
             hits = {id(s): self.cache.match(s.token_ids, namespace=s.namespace) for s in rest}
             rest.sort(key=lambda s: (-hits[id(s)], s.arrival))
-        return sorted(aged, key=lambda s: s.arrival) + rest
+        return sorted(first, key=lambda s: s.arrival) + rest
 
     def _shares_with_running(self, seq: Sequence) -> bool:
         """Whether a running sequence is computing a prefix of ``seq`` that is not cached yet."""
@@ -245,8 +252,8 @@ class Scheduler:
     def _reserve(self, seq: Sequence) -> None:
         """Give ``seq`` pages for all its tokens.
 
-        A page for each running sequence stays unreserved, so that admitting a newcomer does
-        not at once preempt it again.
+        A page for each sequence that runs on stays unreserved, so that admitting a newcomer
+        does not at once preempt it again.
         """
         if seq.lease is not None:  # brought by its owner, with KV for all of its tokens
             seq.num_computed = seq.lease.num_tokens
@@ -259,7 +266,7 @@ class Scheduler:
         lease = self.cache.acquire(
             seq.token_ids, namespace=seq.namespace, full=seq.logits_from == len(seq.token_ids)
         )
-        if self.running and self.cache.num_available_pages < len(self.running):
+        if self.cache.num_available_pages < self._num_busy:
             lease.release()
             raise CapacityError("no page left for those who run")
         seq.lease = lease
