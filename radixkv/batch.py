@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from radixkv.cache import Lease
@@ -55,39 +55,38 @@ class Batch:
 def build_batch(runs: Sequence[Run], device: torch.device) -> Batch:
     """Lay ``runs`` out in one row, in order; the logits come in the same order.
 
-    Complexity: O(tokens + pages) of the runs, no Python per token beyond copying the ids.
+    Complexity: O(tokens + pages) of the runs; per token, lists are only copied.
     """
-    num_seqs = len(runs)
-    lens = np.array([run.stop - run.start for run in runs], dtype=np.int32)
-    cu_seqlens_q = np.zeros(num_seqs + 1, dtype=np.int32)
-    np.cumsum(lens, out=cu_seqlens_q[1:])
-    input_ids = np.empty(cu_seqlens_q[-1], dtype=np.int64)
-    positions = np.empty_like(input_ids)
-    slots = np.zeros_like(input_ids)  # slot 0 is NULL_PAGE's: what is written there is dropped
-    logit_rows: list[NDArray[np.int64]] = []
+    input_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    logit_rows: list[int] = []
+    cu_seqlens_q = [0]
     tables = [run.lease.page_ids for run in runs]
-    page_table = np.zeros((num_seqs, max(map(len, tables))), dtype=np.int32)
+    page_table = np.zeros((len(runs), max(map(len, tables))), dtype=np.int32)
     for i, run in enumerate(runs):
-        begin, end = int(cu_seqlens_q[i]), int(cu_seqlens_q[i + 1])
-        input_ids[begin:end] = run.token_ids
-        positions[begin:end] = np.arange(run.start, run.stop)
+        begin, end = len(input_ids), len(input_ids) + run.stop - run.start
+        input_ids += run.token_ids
+        positions += range(run.start, run.stop)
         write_from = min(max(run.write_from, run.start), run.stop)
-        slots[begin + write_from - run.start : end] = run.lease.slots(write_from, run.stop)
+        # Slot 0 is NULL_PAGE's: what is written there is dropped.
+        slots += [0] * (write_from - run.start)
+        slots += run.lease.slots(write_from, run.stop).tolist()
+        logit_rows += range(begin + max(run.logits_from, run.start) - run.start, end)
         page_table[i, : len(tables[i])] = tables[i]
-        logits_from = max(run.logits_from, run.start)
-        logit_rows.append(np.arange(begin + logits_from - run.start, end))
+        cu_seqlens_q.append(end)
 
-    def on_device(array: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
+    def on_device(values: Any, dtype: torch.dtype) -> Tensor:
+        return torch.as_tensor(values, dtype=dtype).to(device, non_blocking=True)
 
     return Batch(
-        input_ids=on_device(input_ids)[None],
-        positions=on_device(positions)[None],
-        logit_rows=on_device(np.concatenate(logit_rows)),
+        input_ids=on_device(input_ids, torch.int64)[None],
+        positions=on_device(positions, torch.int64)[None],
+        logit_rows=on_device(logit_rows, torch.int64),
         attention=AttentionBatch(
-            slot_mapping=on_device(slots),
-            page_table=on_device(page_table),
-            seq_lens=on_device(np.array([run.stop for run in runs], dtype=np.int32)),
-            cu_seqlens_q=on_device(cu_seqlens_q),
+            slot_mapping=on_device(slots, torch.int64),
+            page_table=on_device(page_table, torch.int32),
+            seq_lens=on_device([run.stop for run in runs], torch.int32),
+            cu_seqlens_q=on_device(cu_seqlens_q, torch.int32),
         ),
     )

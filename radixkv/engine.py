@@ -418,7 +418,7 @@ class Engine:
 
     def _deliver(self, outputs: list[Output], progressed: dict[Request, None]) -> None:
         rows: list[SamplerRow] = []
-        picked: list[Tensor] = []
+        places: list[int] = []  # of the rows in the batch's logits
         drawn: list[tuple[Output, int]] = []
         for output in outputs:
             request: Request = output.sequence.owner
@@ -435,15 +435,14 @@ class Engine:
                 request.fail(error)
                 continue
             if wanted:
-                assert output.logits is not None
                 rows += wanted
-                picked += [output.logits[-1]] * len(wanted)
+                places += [output.row + output.stop - 1 - output.logits_from] * len(wanted)
                 drawn.append((output, len(wanted)))
         self._totals["steps"] += 1
         self._batches.append((sum(o.stop - o.start for o in outputs), len(outputs)))
         if not rows:
             return
-        logits = torch.stack(picked)
+        logits = _gather(drawn, places)
         try:
             sampled = sample(logits, rows)
         except Exception:
@@ -849,6 +848,17 @@ def _run_steps(
                     return
                 del engine  # an engine that nobody uses must not be kept alive from here
                 wake.wait(_LINGER_S / 2)
+
+
+def _gather(drawn: list[tuple[Output, int]], places: list[int]) -> Tensor:
+    """The logits of one row a place, without a copy where they stand so already."""
+    batch_logits = drawn[0][0].batch_logits
+    assert batch_logits is not None
+    if any(output.batch_logits is not batch_logits for output, _ in drawn):  # run one by one
+        return torch.cat([output.logits[-1:].expand(count, -1) for output, count in drawn])
+    if places == list(range(batch_logits.shape[0])):
+        return batch_logits
+    return batch_logits[torch.tensor(places, device=batch_logits.device)]
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Any) -> None:

@@ -401,7 +401,7 @@ class SampleRequest(Request):
         return [self._samples[self._index[seq]].row]
 
     def _note_prompt_logprobs(self, output: Output) -> None:
-        assert self._prompt_logprobs is not None and output.logits is not None
+        assert self._prompt_logprobs is not None
         if output.logits_from == 0:
             self._prompt_logprobs = [None]  # from the start again after a preemption
         targets = self.prompt_token_ids[output.logits_from + 1 : output.stop + 1]
@@ -513,7 +513,7 @@ class BeamRequest(Request):
         self.cached_tokens = self.cached_tokens or seq.num_cached or 0
         if output.stop < len(seq.token_ids):
             return []
-        assert self._scheduler is not None and output.logits is not None
+        assert self._scheduler is not None
         if len(seq.token_ids) == num_prompt:
             _commit_prompt(seq, num_prompt, self._scheduler.cache.config.page_size)
         self._logits[seq] = output.logits[-1]
@@ -612,7 +612,6 @@ class ScoreRequest(Request):
             if output.stop < num_prompt:
                 return []
             self.cached_tokens = seq.num_cached or 0
-            assert output.logits is not None
             self._score_first(output.logits[-1])
             _commit_prompt(seq, num_prompt, self._scheduler.cache.config.page_size)
             for i, continuation in enumerate(self._continuations):
@@ -639,7 +638,6 @@ class ScoreRequest(Request):
             self._greedy[i] = best == continuation[0]
 
     def _score_rest(self, index: int, output: Output) -> None:
-        assert output.logits is not None
         num_prompt = len(self.prompt_token_ids)
         if output.logits_from == num_prompt:  # the first chunk, perhaps again after a preemption
             del self._logprobs[index][1:]

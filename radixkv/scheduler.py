@@ -71,17 +71,25 @@ class Output:
     Attributes:
         sequence: which one.
         start, stop: the positions that were run.
-        logits_from: position of the first row of ``logits``.
-        logits: [stop - logits_from, vocab_size] float32, or no rows.
+        logits_from: position of the first row of `logits`.
+        batch_logits: of the whole batch; None if nothing was run.
+        row: where its own rows begin in them.
         error: why this sequence's tokens could not be run; then nothing was.
     """
 
     sequence: Sequence
     start: int
     stop: int
-    logits_from: int
-    logits: Tensor | None
+    logits_from: int = 0
+    batch_logits: Tensor | None = None
+    row: int = 0
     error: Exception | None = None
+
+    @property
+    def logits(self) -> Tensor:
+        """Its own rows: [stop - logits_from, vocab_size] float32, a view."""
+        assert self.batch_logits is not None
+        return self.batch_logits[self.row : self.row + self.stop - self.logits_from]
 
 
 @dataclass(eq=False)
@@ -157,25 +165,31 @@ class Scheduler:
         if not runs:
             return outputs
         try:
-            results: list[Tensor | Exception] = list(
-                self.forward(runs).split(
-                    [run.stop - max(run.logits_from, run.start) for run in runs]
-                )
-            )
+            logits = self.forward(runs)
         except Exception as error:
             # One sequence's bad numbers must not take its neighbours along: run each alone.
-            results = [error] if len(runs) == 1 else [self._run_alone(run) for run in runs]
-        for seq, run, result in zip(seqs, runs, results, strict=True):
-            logits_from = max(run.logits_from, run.start)
-            if isinstance(result, Exception):
-                outputs.append(Output(seq, run.start, run.stop, logits_from, None, result))
-                continue
-            seq.num_computed = run.stop
-            if run.stop > seq.furthest:
-                seq.furthest = run.stop
-                self._stalls = 0
-            outputs.append(Output(seq, run.start, run.stop, logits_from, result))
+            for seq, run in zip(seqs, runs, strict=True):
+                result = error if len(runs) == 1 else self._run_alone(run)
+                self._note(outputs, seq, run, result, 0)
+            return outputs
+        row = 0
+        for seq, run in zip(seqs, runs, strict=True):
+            self._note(outputs, seq, run, logits, row)
+            row += run.stop - max(run.logits_from, run.start)
         return outputs
+
+    def _note(
+        self, outputs: list[Output], seq: Sequence, run: Run, result: Tensor | Exception, row: int
+    ) -> None:
+        if isinstance(result, Exception):
+            outputs.append(Output(seq, run.start, run.stop, error=result))
+            return
+        seq.num_computed = run.stop
+        if run.stop > seq.furthest:
+            seq.furthest = run.stop
+            self._stalls = 0
+        logits_from = max(run.logits_from, run.start)
+        outputs.append(Output(seq, run.start, run.stop, logits_from, result, row))
 
     def _run_alone(self, run: Run) -> Tensor | Exception:
         try:
@@ -200,7 +214,7 @@ class Scheduler:
                 if self.running:
                     break
                 # Nothing will give pages back: they are held from outside this engine.
-                outputs.append(Output(seq, 0, 0, 0, None, error))
+                outputs.append(Output(seq, 0, 0, error=error))
                 continue
             self.waiting.remove(seq)
             self.running.append(seq)
@@ -210,7 +224,7 @@ class Scheduler:
                 other.passed_over += other.arrival < seq.arrival
             if not seq.num_pending:  # all of it was cached, and its owner wants no logits
                 stop = seq.num_computed
-                outputs.append(Output(seq, stop, stop, stop, None))
+                outputs.append(Output(seq, stop, stop, stop))
         return outputs
 
     def _admission_order(self) -> list[Sequence]:
@@ -299,7 +313,7 @@ class Scheduler:
             try:
                 self._cover(seq)
             except CapacityError as error:  # pages are held from outside this engine
-                outputs.append(Output(seq, seq.num_computed, seq.num_computed, 0, None, error))
+                outputs.append(Output(seq, seq.num_computed, seq.num_computed, error=error))
                 continue
             if seq.lease is None:
                 continue  # gave way itself
@@ -328,7 +342,7 @@ class Scheduler:
                     f"request at once, but other leases or pins hold it; release them, or make "
                     f"the engine with a larger KVConfig.capacity"
                 )
-                outputs.append(Output(youngest, 0, 0, 0, None, full))
+                outputs.append(Output(youngest, 0, 0, error=full))
                 self._stalls = 0
             else:
                 self._preempt(youngest)
