@@ -45,7 +45,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_PAUSED_S = 0.05  # how often one looks whether a paused request's reader has caught up
 _LINGER_S = 2.0  # how long the engine's thread stays when there is nothing to do
+_STREAM_DELTAS = 256  # that a stream's reader may lag behind before its request is paused
 _HISTORY = 4096  # requests and steps that the percentiles of `EngineStats` look back on
 
 logger = logging.getLogger("radixkv")
@@ -310,11 +312,15 @@ class Engine:
         loop = asyncio.get_running_loop()
         changed = asyncio.Event()
         request.listen(lambda: _call_soon(loop, changed.set))
+        request.max_deltas = _STREAM_DELTAS
         self._enqueue([request])
         try:
             while True:
                 done = request.done
-                for delta in request.take_deltas():
+                deltas = request.take_deltas()
+                with self._wake:
+                    self._wake.notify_all()
+                for delta in deltas:
                     yield delta
                 if done:
                     request.result()
@@ -415,6 +421,8 @@ class Engine:
                 progressed[request] = None
             if request.done:
                 del self._live[request]
+            elif request.max_deltas is not None:
+                request.pause_or_go_on()
 
     def _deliver(self, outputs: list[Output], progressed: dict[Request, None]) -> None:
         rows: list[SamplerRow] = []
@@ -785,6 +793,7 @@ class Stream(Iterator[Delta]):
         self._ready: deque[Delta] = deque()
         self._over = False
         request.listen(self._changed.set)
+        request.max_deltas = _STREAM_DELTAS
         engine._enqueue([request])
 
     def __iter__(self) -> Stream:
@@ -795,6 +804,8 @@ class Stream(Iterator[Delta]):
             done = self.request.done
             self._ready.extend(self.request.take_deltas())
             if self._ready:
+                with self._engine._wake:  # it may have been paused for want of this
+                    self._engine._wake.notify_all()
                 break
             if done:
                 if self.request.error is not None and not self._over:
@@ -840,14 +851,16 @@ def _run_steps(
                 if not engine._closed:
                     engine._step()
             idle_since = time.perf_counter()
-            continue
+            if engine._inbox or engine._scheduler.has_work:
+                continue
         with wake:
             if not engine._inbox and not engine._closed:
-                if time.perf_counter() - idle_since > _LINGER_S:
+                if not engine._live and time.perf_counter() - idle_since > _LINGER_S:
                     engine._thread = None
                     return
+                timeout_s = _PAUSED_S if engine._live else _LINGER_S / 2
                 del engine  # an engine that nobody uses must not be kept alive from here
-                wake.wait(_LINGER_S / 2)
+                wake.wait(timeout_s)
 
 
 def _gather(drawn: list[tuple[Output, int]], places: list[int]) -> Tensor:

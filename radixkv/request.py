@@ -171,6 +171,7 @@ class Request:
         self._record = record
         self._lease = lease
         self._deltas: deque[Delta] = deque()
+        self.max_deltas: int | None = None  # that wait for a reader; more, and it is paused
         self._done = threading.Event()
         self._listeners: list[Callable[[], None]] = []
         self.on_end: Callable[[Request], None] | None = None  # the engine's own book-keeping
@@ -234,6 +235,12 @@ class Request:
     def partial_result(self) -> Any:
         """What there is when the request is aborted."""
         raise NotImplementedError
+
+    def pause_or_go_on(self) -> None:
+        """Stop its sequences while its reader lags behind, and let them go on after."""
+        paused = self.max_deltas is not None and len(self._deltas) >= self.max_deltas
+        for seq in self._sequences:
+            seq.paused = paused
 
     def _first_sequence(self, scheduler: Scheduler) -> Sequence:
         self._scheduler = scheduler

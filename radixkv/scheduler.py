@@ -42,6 +42,7 @@ class Sequence:
         arrival: order of age, lower is older; a fork is as old as its request.
         passed_over: admissions of younger ones while this one waited.
         admitted_at: `time.perf_counter` when it first got its pages.
+        paused: its owner wants no more for now; it keeps its pages unless others need them.
         furthest: the most tokens that were ever computed; going beyond it is progress.
     """
 
@@ -56,6 +57,7 @@ class Sequence:
     arrival: tuple[int, int] = (0, 0)
     passed_over: int = 0
     admitted_at: float | None = None
+    paused: bool = False
     furthest: int = 0
 
     @property
@@ -116,12 +118,13 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self.waiting) or any(seq.num_pending for seq in self.running)
+        everyone = [*self.waiting, *self.running]
+        return any(seq.num_pending and not seq.paused for seq in everyone)
 
     @property
     def _num_busy(self) -> int:
         # One that waits for its siblings must not keep them out.
-        return sum(seq.num_pending > 0 for seq in self.running)
+        return sum(seq.num_pending > 0 and not seq.paused for seq in self.running)
 
     def add(self, seq: Sequence) -> None:
         """Let ``seq`` wait for its turn."""
@@ -206,6 +209,8 @@ class Scheduler:
         for seq in self._admission_order():
             if self._num_busy >= self.max_seqs:
                 break
+            if seq.paused:
+                continue
             if self._shares_with_running(seq):
                 continue  # its neighbour is computing that prefix; wait for those pages
             try:
@@ -302,7 +307,7 @@ class Scheduler:
         budget = self.max_batch_tokens
         runs: list[Run] = []
         seqs: list[Sequence] = []
-        order = sorted(self.running, key=lambda seq: seq.arrival)
+        order = sorted((s for s in self.running if not s.paused), key=lambda s: s.arrival)
         decoding = [seq for seq in order if seq.num_pending == 1]
         prefilling = [seq for seq in order if seq.num_pending > 1]
         for seq in decoding + prefilling:
@@ -332,10 +337,11 @@ class Scheduler:
             seqs.append(seq)
             budget -= stop - seq.num_computed
         kept = [i for i, seq in enumerate(seqs) if seq.lease is not None]
-        if not kept and self.waiting and self.running:
-            # All who run wait for a sibling that waits for pages: the youngest gives way.
-            youngest = max(self.running, key=lambda seq: seq.arrival)
-            self._stalls += 1
+        if not kept and self.running and not all(seq.paused for seq in self.waiting):
+            # All who run wait, for a sibling that waits for pages or for their reader: the
+            # youngest gives way, one that is paused first.
+            youngest = max(self.running, key=lambda seq: (seq.paused, seq.arrival))
+            self._stalls += not youngest.paused
             if self._stalls > 2 * (len(self.running) + len(self.waiting)):
                 full = CapacityError(
                     f"{self.cache.pool.num_pages} pages: expected room for all sequences of a "
@@ -360,7 +366,7 @@ class Scheduler:
             except CapacityError:
                 if len(self.running) == 1:
                     raise
-                self._preempt(max(self.running, key=lambda other: other.arrival))
+                self._preempt(max(self.running, key=lambda other: (other.paused, other.arrival)))
 
 
 def _common_prefix(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> int:

@@ -309,7 +309,9 @@ def test_sequences_without_new_tokens_are_passed_over():
 def test_a_page_that_does_not_exist_is_refused(query_len, page_id):
     case = Case(seq_lens=(40,), query_lens=(query_len,))
     case.page_table[0, 1] = page_id
-    with pytest.raises(ValueError, match=f"page_table: expected page ids from 0 to 3, got {page_id}"):
+    with pytest.raises(
+        ValueError, match=f"page_table: expected page ids from 0 to 3, got {page_id}"
+    ):
         case.run()
 
 
@@ -321,7 +323,9 @@ def test_sizes_that_are_not_supported_are_named_before_anything_runs():
         case.run()
     case = Case(num_kv_heads=2)
     case.q = torch.randn(1, 3, 64)
-    with pytest.raises(ValueError, match="num_q_heads: expected a multiple of the 2 KV heads, got 3"):
+    with pytest.raises(
+        ValueError, match="num_q_heads: expected a multiple of the 2 KV heads, got 3"
+    ):
         case.run()
     case = Case(seq_lens=(2,), query_lens=(2,))
     with pytest.raises(ValueError, match="seq_lens: expected at least the 2 new tokens"):

@@ -466,6 +466,27 @@ def test_streamed_deltas_join_to_the_text(tiny_model: Any, byte_tokenizer: Any) 
         check_idle(engine)
 
 
+def test_a_stream_that_nobody_reads_is_paused(
+    tiny_model: Any, byte_tokenizer: Any, monkeypatch: Any
+) -> None:
+    model = tiny_model("llama")
+    monkeypatch.setattr("radixkv.engine._STREAM_DELTAS", 8)
+    with Engine(model, byte_tokenizer, kv=kv()) as engine:
+        fields: dict[str, Any] = dict(temperature=0, max_new_tokens=60, ignore_eos=True)
+        expected = engine.generate("the engine", **fields).samples[0].token_ids
+        before = engine.stats().decode_tokens
+        stream = engine.stream("the engine", **fields)
+        next(stream)
+        time.sleep(0.5)
+        assert stream.request.num_tokens <= 20  # of 60: it waits for its reader
+        # Others are served meanwhile, and it goes on when it is read.
+        engine.generate("another one", **fields)
+        rest = [token_id for delta in stream for token_id in delta.token_ids]
+        assert rest == expected[1:]
+        assert engine.stats().decode_tokens > before
+        check_idle(engine)
+
+
 @pytest.mark.parametrize("road", ["break", "close", "del", "raise", "unstarted", "async"])
 def test_abandoned_streams_give_their_pages_back(
     tiny_model: Any, byte_tokenizer: Any, road: str
