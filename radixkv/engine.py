@@ -749,6 +749,11 @@ class Engine:
             cache=self.cache.stats(),
         )
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
     def adopt(self, branch: Branch) -> None:
         """Close ``branch`` when this engine is closed."""
         self._branches.add(branch)

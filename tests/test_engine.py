@@ -709,3 +709,21 @@ def test_sliding_windows_reuse_any_prefix(tiny_model: Any) -> None:
             engine.cache.clear()
             cold = engine.generate(prompt, temperature=0, max_new_tokens=8)
             assert result.samples[0].token_ids == cold.samples[0].token_ids
+
+
+def test_statistics_for_prometheus(tiny_model: Any) -> None:
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    from radixkv.metrics import EngineCollector
+
+    model = tiny_model("llama")
+    with Engine(model, kv=kv()) as engine:
+        registry = CollectorRegistry()
+        registry.register(EngineCollector(engine, name="mine"))
+        engine.generate(random_ids(9), max_new_tokens=4, ignore_eos=True)
+        text = generate_latest(registry).decode()
+        assert 'radixkv_requests_done_total{engine="mine"} 1.0' in text
+        assert 'radixkv_prefill_tokens_total{engine="mine"} 9.0' in text
+        total = engine.cache.stats().pages_total
+        assert f'radixkv_cache_pages_total{{engine="mine"}} {float(total)}' in text
+    assert generate_latest(registry) == b""

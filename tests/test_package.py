@@ -70,6 +70,7 @@ IMPORT_ORDER = [
     "request",
     "branch",
     "engine",
+    "metrics",
     "demo",
     "cli",
 ]
