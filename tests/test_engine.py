@@ -727,3 +727,79 @@ def test_statistics_for_prometheus(tiny_model: Any) -> None:
         total = engine.cache.stats().pages_total
         assert f'radixkv_cache_pages_total{{engine="mine"}} {float(total)}' in text
     assert generate_latest(registry) == b""
+
+
+def test_a_thousand_branches_of_one_prompt(tiny_model: Any) -> None:
+    model = tiny_model("llama", max_position_embeddings=4096)
+    prompt = random_ids(2001)
+    with Engine(model, kv=kv("int8", page_size=16, capacity="16MiB")) as engine:
+        with engine.open(prompt) as trunk:
+            trunk.fork()[0].close()  # computes the prompt
+            before = engine.cache.stats()
+            start = time.perf_counter()
+            branches = trunk.fork(1000)
+            each_us = (time.perf_counter() - start) * 1e3
+            after = engine.cache.stats()
+            assert after.pages_free == before.pages_free
+            assert after.cow_copies == before.cow_copies
+            print(f"fork of {len(prompt)} tokens: {each_us:.1f} us a branch")
+            firsts = [
+                branch.generate(temperature=0, max_new_tokens=2, ignore_eos=True)
+                for branch in branches[:3]
+            ]
+            assert len({tuple(r.samples[0].token_ids) for r in firsts}) == 1
+            for branch in branches:
+                branch.close()
+        check_idle(engine)
+
+
+def test_an_engine_does_not_survive_fork(tiny_model: Any, monkeypatch: Any) -> None:
+    model = tiny_model("llama")
+    with Engine(model, kv=kv()) as engine:
+        here = engine._pid
+        monkeypatch.setattr(engine, "_pid", here + 1)
+        with pytest.raises(radixkv.RadixKVError, match=r"process.*fork"):
+            engine.generate(random_ids(3))
+        monkeypatch.setattr(engine, "_pid", here)
+        assert engine.generate(random_ids(3), max_new_tokens=1).samples
+
+
+@pytest.mark.parametrize(
+    ("messages", "joint"),
+    [
+        ([{"role": "user", "content": "and then"}], "\n<s>user\nand then</s>\n<s>assistant\n"),
+        (
+            [{"role": "tool", "content": "42"}, {"role": "user", "content": "so"}],
+            "\n<s>tool\n42</s>\n<s>user\nso</s>\n<s>assistant\n",
+        ),
+    ],
+)
+def test_messages_continue_a_branch_as_the_template_does(
+    tiny_model: Any, byte_tokenizer: Any, messages: Any, joint: str
+) -> None:
+    model = tiny_model("llama")
+    with (
+        Engine(model, byte_tokenizer, kv=kv()) as engine,
+        engine.open([{"role": "user", "content": "the one"}]) as branch,
+    ):
+        opened = list(branch.token_ids)
+        branch.append(byte_tokenizer("an answer", add_special_tokens=False)["input_ids"])
+        length = len(branch.token_ids)
+        branch.append(messages)  # the answer was cut short: its turn is closed first
+        assert byte_tokenizer.decode(branch.token_ids[length:]) == "</s>" + joint
+        branch.truncate(length)
+        branch.append([byte_tokenizer.eos_token_id])
+        branch.append(messages)  # the turn is closed already
+        assert byte_tokenizer.decode(branch.token_ids[length + 1 :]) == joint
+        branch.append("the ")
+        assert byte_tokenizer.decode(branch.token_ids[-2:]).endswith("the ")
+        whole = [
+            {"role": "user", "content": "the one"},
+            {"role": "assistant", "content": "an answer"},
+        ]
+        again = engine.submit([*whole, *messages], max_new_tokens=1)
+        assert again.prompt_token_ids[: len(opened)] == opened
+        branch.truncate(length)
+        branch.append(messages)
+        assert branch.token_ids == again.prompt_token_ids
+        engine.abort(again)
