@@ -55,6 +55,7 @@ IMPORT_ORDER = [
     "config",
     "models",
     "radix",
+    "view",
     "quant",
     "reference",
     "pool",
