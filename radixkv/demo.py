@@ -187,7 +187,8 @@ def search_beams(engine: Engine, console: Console) -> dict[str, Any]:
 def show_cache(engine: Engine, console: Console) -> None:
     """Draw the cache tree and the counters of the cache."""
     console.rule("4. What the cache holds now")
-    console.print(engine.cache.render(max_depth=3, tokenizer=engine.tokenizer), markup=False)
+    tree = engine.cache.render(max_depth=3, tokenizer=engine.tokenizer)
+    console.print(tree, markup=False, no_wrap=True, overflow="ellipsis")
     table = Table("counter", "value")
     table.columns[1].justify = "right"
     for name, value in _fields(engine.cache.stats()).items():

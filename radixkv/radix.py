@@ -655,6 +655,7 @@ class RadixTree:
             self._evictable[node.key] = node
 
     def _schedule(self, node: Node) -> None:
+        assert node.expires is not None
         self._num_scheduled += 1
         heappush(self.expiries, (node.expires, self._num_scheduled, node))
 
