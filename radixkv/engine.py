@@ -141,6 +141,7 @@ class Engine:
         self.eos_token_ids = _eos_token_ids(model)
         self.vocab_size = self._runner.vocab_size
         self.max_positions = self._runner.max_positions
+        self.is_batch_invariant = self._runner.has_steady_rows
         self.cache = PrefixCache(self._runner.spec, kv, device=self._runner.device, backend=backend)
         self._scheduler = Scheduler(self.cache, self._forward, max_batch_tokens)
         self._step_lock = threading.RLock()
@@ -763,6 +764,7 @@ class Engine:
         if thread is not None and thread is not threading.current_thread():
             thread.join()
         self.cache.clear()
+        self._runner.release()
 
     def __enter__(self) -> Engine:
         self.check_open()
