@@ -56,12 +56,13 @@ class _PackedProduct(torch.autograd.Function):
     """The product for callers outside of an engine who run with gradients on."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, layer: PackedLinear) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, parameter: Tensor, layer: PackedLinear) -> Tensor:
+        # `parameter`, emptied, is an argument so that autograd comes by and hears of it.
         ctx.layer = layer
         return layer.product(rows)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         layer = ctx.layer
         if layer.trains:
             raise RuntimeError(
@@ -69,7 +70,7 @@ class _PackedProduct(torch.autograd.Function):
                 "engine before training, or set requires_grad_(False) on the model"
             )
         weight = layer.weight.t() if layer.is_transposed else layer.weight
-        return grads[0] @ weight, None
+        return grads[0] @ weight, None, None
 
 
 class PackedLinear(nn.Module):
@@ -86,7 +87,8 @@ class PackedLinear(nn.Module):
         super().__init__()
         weight: Tensor = plain.weight  # type: ignore[assignment]
         self.is_transposed = not isinstance(plain, nn.Linear)
-        self.trains = weight.requires_grad
+        bias: Tensor | None = plain.bias  # type: ignore[assignment]
+        self.trains = weight.requires_grad or (bias is not None and bias.requires_grad)
         self.keeps_weight = keep_weight
         self.pads_one_row = False
         rows, columns = weight.shape
@@ -153,7 +155,7 @@ class PackedLinear(nn.Module):
         if not rows.shape[0]:
             return x.new_empty((*x.shape[:-1], self.out_features))
         if torch.is_grad_enabled() and (x.requires_grad or self.trains):
-            out: Tensor = _PackedProduct.apply(rows, self)  # type: ignore[no-untyped-call]
+            out: Tensor = _PackedProduct.apply(rows, self.plain.weight, self)  # type: ignore[no-untyped-call]
         else:
             out = self.product(rows)
         return out.view(*x.shape[:-1], self.out_features)
@@ -204,7 +206,9 @@ class PackedLinear(nn.Module):
         twin = self.plain.__class__.__new__(self.plain.__class__)
         twin.__dict__.update(self.plain.__dict__)
         twin._parameters = dict(self.plain._parameters)
-        twin._parameters["weight"] = nn.Parameter(self.weight, requires_grad=self.trains)
+        twin._parameters["weight"] = nn.Parameter(
+            self.weight, requires_grad=self.plain.weight.requires_grad
+        )
         return twin
 
 
@@ -249,14 +253,17 @@ class SteadyActivation(nn.Module):
 def _even_rows(num_rows: int, width: int, num_threads: int) -> int:
     """The least count, from ``num_rows`` on, that threads share in whole vector loops.
 
-    ``width`` is a multiple of the loop.
+    ``width`` is a multiple of the loop. Most activations go to as many threads as there are
+    grains; GELU goes to all of them from half a grain on.
 
     >>> _even_rows(333, 576, 2), _even_rows(333, 576, 4)
     (333, 334)
     """
     while True:
-        parts = min(num_threads, -(-num_rows * width // _GRAIN))
-        if num_rows * width % (_VECTOR_LOOP * parts) == 0:
+        numel = num_rows * width
+        parts = min(num_threads, -(-numel // _GRAIN))
+        all_parts = num_threads if numel > _GRAIN // 2 else 1
+        if not (numel % (_VECTOR_LOOP * parts) or numel % (_VECTOR_LOOP * all_parts)):
             return num_rows
         num_rows += 1
 

@@ -411,7 +411,11 @@ class ModelRunner:
             return logits
 
         expected = run(0, num_rows)
-        bounds = [(0, 1), (num_rows - 1, num_rows), *zip(_PROBE_ROWS, _PROBE_ROWS[1:], strict=False)]
+        bounds = [
+            (0, 1),
+            (num_rows - 1, num_rows),
+            *zip(_PROBE_ROWS, _PROBE_ROWS[1:], strict=False),
+        ]
         return all(torch.equal(run(a, b), expected[a:b]) for a, b in bounds)
 
     def forward(self, batch: Batch, cache: PrefixCache) -> Tensor:
