@@ -67,7 +67,7 @@ class _PackedProduct(torch.autograd.Function):
         if layer.trains:
             raise RuntimeError(
                 "gradients: this layer's weights are packed by an open radixkv.Engine; close the "
-                "engine before training, or set requires_grad_(False) on the model"
+                "engine before training, or freeze the model before making the engine"
             )
         weight = layer.weight.t() if layer.is_transposed else layer.weight
         return grads[0] @ weight, None, None
@@ -87,8 +87,8 @@ class PackedLinear(nn.Module):
         super().__init__()
         weight: Tensor = plain.weight  # type: ignore[assignment]
         self.is_transposed = not isinstance(plain, nn.Linear)
-        bias: Tensor | None = plain.bias  # type: ignore[assignment]
-        self.trains = weight.requires_grad or (bias is not None and bias.requires_grad)
+        given: Tensor | None = plain.bias  # type: ignore[assignment]
+        self.trains = weight.requires_grad or (given is not None and given.requires_grad)
         self.keeps_weight = keep_weight
         self.pads_one_row = False
         rows, columns = weight.shape
@@ -103,6 +103,7 @@ class PackedLinear(nn.Module):
         self.pack()
 
     plain: nn.Module
+    bias: Tensor | None
 
     def pack(self) -> None:
         """Take the plain layer's weights."""
@@ -118,7 +119,7 @@ class PackedLinear(nn.Module):
         """Give the weights back to the plain layer, and return it; this layer then calls it."""
         packed, self._packed = self._packed, None
         if packed is not None and not self.keeps_weight:
-            self.plain.weight.data = self._dense(packed)  # type: ignore[union-attr]
+            self.plain.weight.data = self._dense(packed)
         return self.plain
 
     def _dense(self, packed: Tensor) -> Tensor:
@@ -190,7 +191,7 @@ class PackedLinear(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
         # To another device or dtype: packed weights cannot follow, so the layer is plain again.
         probe = fn(torch.empty(0))
-        if probe.dtype != torch.float32 or probe.device.type != "cpu":
+        if self._packed is None or probe.dtype != torch.float32 or probe.device.type != "cpu":
             self.unpack()
             self.plain._apply(fn, recurse)
             self._parameters["bias"] = self.plain.bias  # type: ignore[assignment]
@@ -203,6 +204,7 @@ class PackedLinear(nn.Module):
     def _plain_copy(self) -> nn.Module:
         if self._packed is None or self.keeps_weight:
             return self.plain
+        parameter: nn.Parameter = self.plain.weight  # type: ignore[assignment]
         twin = self.plain.__class__.__new__(self.plain.__class__)
         twin.__dict__.update(self.plain.__dict__)
         twin._parameters = dict(self.plain._parameters)

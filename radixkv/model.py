@@ -8,13 +8,13 @@ any other call of the model goes on to its native attention, so the model stays 
 from __future__ import annotations
 
 import inspect
-import logging
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -28,10 +28,8 @@ from radixkv.linear import steady
 from radixkv.quant import KVCodec, KVSpec
 from radixkv.reference import ScoreRule, attend_dense
 
-logger = logging.getLogger("radixkv")
-
 _PROBE_TOKENS = 12  # of the self test; windows up to this length less one are exercised by it
-_PROBE_ROWS = (1, 3, 6, 11, 28, 45)  # where a probe of the rows' independence is cut
+_PROBE_CUTS = (1, 2, 5, 11, 28, 45)  # where a probe of independence is cut into batches
 _LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 # Keywords that reach attention functions and do not change what a causal layer computes.
 _HARMLESS = {
@@ -397,7 +395,7 @@ class ModelRunner:
             )
             return (value.repeat_interleave(group, 1) * pull.clamp(-1, 1)).transpose(1, 2)
 
-        num_rows = _PROBE_ROWS[-1]
+        num_rows = _PROBE_CUTS[-1]
         input_ids = (7 + 13 * torch.arange(num_rows, device=self.device)) % vocab_size
         positions = torch.arange(num_rows, device=self.device) % _PROBE_TOKENS
 
@@ -411,12 +409,37 @@ class ModelRunner:
             return logits
 
         expected = run(0, num_rows)
-        bounds = [
-            (0, 1),
-            (num_rows - 1, num_rows),
-            *zip(_PROBE_ROWS, _PROBE_ROWS[1:], strict=False),
-        ]
+        bounds = [(0, 1), (num_rows - 1, num_rows), *pairwise(_PROBE_CUTS)]
         return all(torch.equal(run(a, b), expected[a:b]) for a, b in bounds)
+
+    def is_batch_invariant(self, kv: KVConfig, backend: str) -> bool:
+        """Whether a token's logits are bit for bit the same in any batch and chunk; measured.
+
+        A sequence is run in one chunk, and again in pieces down to one token, beside another.
+        """
+        if not self.has_steady_rows:
+            return False
+        num_tokens = min(_PROBE_CUTS[-1], self.max_positions or _PROBE_CUTS[-1])
+        token_ids = [(7 + 13 * i) % self.vocab_size for i in range(num_tokens)]
+        pages = 4 * -(-num_tokens // kv.page_size)
+        capacity = (pages + 1) * KVCodec(self.spec, kv).bytes_per_page
+        cache = PrefixCache(
+            self.spec, replace(kv, capacity=capacity), device=self.device, backend=backend
+        )
+        with cache.acquire(token_ids) as lease:
+            whole = Run(lease, token_ids, 0, num_tokens, 0, 0)
+            expected = self.forward(build_batch([whole], self.device), cache)
+        with cache.acquire(token_ids) as lease, cache.acquire(token_ids[::-1]) as other:
+            cuts = sorted({min(cut, num_tokens) for cut in (0, *_PROBE_CUTS)})
+            for start, stop in pairwise(cuts):
+                runs = [
+                    Run(other, token_ids[::-1][start:stop], start, stop, 0, stop),
+                    Run(lease, token_ids[start:stop], start, stop, 0, start),
+                ]
+                got = self.forward(build_batch(runs, self.device), cache)
+                if not torch.equal(got, expected[start:stop]):
+                    return False
+        return True
 
     def forward(self, batch: Batch, cache: PrefixCache) -> Tensor:
         """Run ``batch``: write its tokens' KV into ``cache`` and return the wanted logits.

@@ -6,6 +6,8 @@ import copy
 import gc
 import io
 import pickle
+import random
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from radixkv import Engine, KVConfig
 from radixkv.linear import PackedLinear, SteadyActivation, can_pack, steady
 from radixkv.model import ModelRunner, attending
 from radixkv.models import prepare_small_model
@@ -217,8 +220,6 @@ def test_a_dropped_runner_gives_the_model_back(tiny_model: Callable[..., Any]) -
     held, _ = steady(model)
     del held
     gone = [False]
-    import weakref
-
     weakref.finalize(model, gone.__setitem__, 0, True)
     del model
     gc.collect()
@@ -247,9 +248,9 @@ def test_other_weights_and_training_are_refused_or_followed(
         assert model(x.double()).dtype == torch.float64
         model.float()
         assert torch.allclose(model(x), expected, atol=1e-4)
+    release()
     model.requires_grad_(False)
     inputs = x.clone().requires_grad_()
-    release()
     plain_inputs = x.clone().requires_grad_()
     model(plain_inputs).sum().backward()
     _, release = steady(model)
@@ -260,6 +261,71 @@ def test_other_weights_and_training_are_refused_or_followed(
     assert all(torch.equal(value, fresh[key]) for key, value in model.state_dict().items())
     with torch.enable_grad():
         model(x).sum().backward()
+
+
+def logprobs(result: Any) -> list[dict[int, float]]:
+    return [*result.prompt_logprobs[1:], *result.samples[0].logprobs]
+
+
+def check_warm_equals_cold(engine: Engine, prompts: list[list[int]], max_new_tokens: int) -> None:
+    """Cold alone, warm alone, batched and shuffled: the same tokens and bits of every logprob."""
+    options: dict[str, Any] = dict(
+        temperature=0, max_new_tokens=max_new_tokens, ignore_eos=True, logprobs=engine.vocab_size
+    )
+    cold = []
+    for prompt in prompts:
+        engine.cache.clear()
+        cold.append(engine.generate(prompt, prompt_logprobs=3, **options))
+        assert cold[-1].cached_tokens == 0
+    order = list(range(len(prompts)))
+    random.Random(0).shuffle(order)
+    engine.cache.clear()
+    batched = engine.generate([prompts[i] for i in order], prompt_logprobs=3, **options)
+    warm = [engine.generate(prompts[i], **options) for i in order]
+    assert all(r.cached_tokens == len(r.prompt_token_ids) - 1 for r in warm)
+    again = engine.generate([prompts[i] for i in order], **options)
+    for results in (batched, warm, again):
+        for i, result in zip(order, results, strict=True):
+            assert result.samples[0].token_ids == cold[i].samples[0].token_ids
+            assert result.samples[0].logprobs == cold[i].samples[0].logprobs
+            if result.prompt_logprobs is not None:
+                assert result.prompt_logprobs == cold[i].prompt_logprobs
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "int4", "model"])
+@pytest.mark.parametrize("name", NAMES)
+def test_warm_cold_batched_and_chunked_give_equal_bits(
+    tiny_model: Callable[..., Any], name: str, dtype: str
+) -> None:
+    model = tiny_model(name, fresh=True)
+    kv = KVConfig(dtype=dtype, capacity="4MiB")
+    generator = random.Random(1)
+    shared = [generator.randrange(3, 1000) for _ in range(150)]
+    prompts = [
+        shared[: 20 * i + 3] + [generator.randrange(3, 1000) for _ in range(5)] for i in range(7)
+    ]
+    with Engine(model, kv=kv, backend="torch", max_batch_tokens=64) as engine:
+        assert engine.is_batch_invariant == CAN_PACK
+        if engine.is_batch_invariant:
+            check_warm_equals_cold(engine, prompts, 6)
+
+
+@pytest.mark.slow
+def test_warm_cold_batched_and_chunked_give_equal_bits_on_the_real_model() -> None:
+    from pydoc_data.topics import topics
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = prepare_small_model(progress=False)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text_ids = tokenizer(topics["assignment"])["input_ids"]
+    prompts = [text_ids[: 45 * i + 5] + text_ids[100 * i :][:20] for i in range(8)]
+    kv = KVConfig(dtype="int8", capacity="64MiB")
+    with Engine(model, kv=kv, backend="torch", max_batch_tokens=128) as engine:
+        assert engine.is_batch_invariant == CAN_PACK
+        if engine.is_batch_invariant:
+            check_warm_equals_cold(engine, prompts, 6)
 
 
 @pytest.mark.slow
