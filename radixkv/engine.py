@@ -113,6 +113,10 @@ class Engine:
         max_batch_tokens: most tokens that one step runs; longer prompts go in chunks.
         backend: ``"auto"``, ``"triton"``, ``"cpu"`` or ``"torch"``.
 
+    Attributes:
+        is_batch_invariant: whether results are bit for bit the same whatever else runs and
+            whatever is cached; measured when the engine is made (float32 on a CPU with oneDNN).
+
     Raises:
         UnsupportedModelError: the model's attention cannot be served rightly.
         ValueError, TypeError: an option is out of range, or of the wrong type.
@@ -143,6 +147,13 @@ class Engine:
         self.eos_token_ids = _eos_token_ids(model)
         self.vocab_size = self._runner.vocab_size
         self.max_positions = self._runner.max_positions
+        self.is_batch_invariant = self._runner.is_batch_invariant(kv, backend)
+        if not self.is_batch_invariant:
+            logger.info(
+                "%s: low bits of a result may depend on what else runs and what is cached "
+                "(float32 on a CPU with oneDNN has none of that)",
+                type(model).__name__,
+            )
         self.cache = PrefixCache(self._runner.spec, kv, device=self._runner.device, backend=backend)
         self._scheduler = Scheduler(self.cache, self._forward, max_batch_tokens)
         self._step_lock = threading.RLock()
@@ -775,6 +786,7 @@ class Engine:
         if thread is not None and thread is not threading.current_thread():
             thread.join()
         self.cache.clear()
+        self._runner.release()
 
     def __enter__(self) -> Engine:
         self.check_open()

@@ -10,9 +10,11 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -22,10 +24,12 @@ from radixkv.batch import Batch, Run, build_batch
 from radixkv.cache import PrefixCache
 from radixkv.config import KVConfig
 from radixkv.errors import NonFiniteError, UnsupportedModelError
+from radixkv.linear import steady
 from radixkv.quant import KVCodec, KVSpec
 from radixkv.reference import ScoreRule, attend_dense
 
 _PROBE_TOKENS = 12  # of the self test; windows up to this length less one are exercised by it
+_PROBE_CUTS = (1, 2, 5, 11, 28, 45)  # where a probe of independence is cut into batches
 _LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 # Keywords that reach attention functions and do not change what a causal layer computes.
 _HARMLESS = {
@@ -270,13 +274,20 @@ class ModelRunner:
     """Runs batches of a model on a cache's pages.
 
     Made by `ModelRunner.load`, which refuses what cannot be served rightly.
+
+    Attributes:
+        has_steady_rows: whether a token's hidden states are bit for bit the same whatever else
+            is in the batch, attention aside; measured when the model was loaded.
     """
 
     def __init__(self, model: Any, spec: KVSpec) -> None:
         self.model = model
         self.spec = spec
         self.device: torch.device = next(model.parameters()).device
-        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        head = model.get_output_embeddings()
+        self.vocab_size: int = getattr(head, "out_features", None) or head.weight.shape[0]
+        self.has_steady_rows = False
+        self.release: Callable[[], Any] = lambda: None
         self.max_positions = max_positions(model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._rules: dict[int, ScoreRule] = {}
@@ -301,6 +312,7 @@ class ModelRunner:
         token_ids = [(7 + 13 * i) % vocab_size for i in range(_PROBE_TOKENS)]
         input_ids = torch.tensor([token_ids], device=device)
         recorder = _Recorder()
+        runner = None
         with torch.inference_mode():
             expected = model(input_ids=input_ids, use_cache=False).logits[0].float()
             name = _register(native)
@@ -325,8 +337,14 @@ class ModelRunner:
                         dtype=dtype,
                     ),
                 )
+                _, release = steady(model)
+                # Called by `release`, or when the runner is dropped without it.
+                runner.release = weakref.finalize(runner, release)
                 runner._self_test(token_ids, expected)
+                runner.has_steady_rows = runner._rows_are_steady(vocab_size)
             except BaseException:
+                if runner is not None:
+                    runner.release()
                 model.set_attn_implementation(before)
                 raise
         return runner
@@ -359,6 +377,69 @@ class ModelRunner:
                 f"(limit {limit:g})",
                 "something in its attention or positions is not served rightly",
             )
+
+    def _rows_are_steady(self, vocab_size: int) -> bool:
+        """Whether rows have equal bits in batches of several sizes, attention left out."""
+
+        def handler(
+            module: torch.nn.Module,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            keywords: Mapping[str, Any],
+        ) -> Tensor:
+            # Any function of a token's own q, k and v will do, if it is elementwise.
+            group = query.shape[1] // key.shape[1]
+            pull = query.amax(-1, keepdim=True) - key.amax(-1, keepdim=True).repeat_interleave(
+                group, 1
+            )
+            return (value.repeat_interleave(group, 1) * pull.clamp(-1, 1)).transpose(1, 2)
+
+        num_rows = _PROBE_CUTS[-1]
+        input_ids = (7 + 13 * torch.arange(num_rows, device=self.device)) % vocab_size
+        positions = torch.arange(num_rows, device=self.device) % _PROBE_TOKENS
+
+        def run(start: int, stop: int) -> Tensor:
+            with torch.inference_mode(), attending(handler):
+                logits: Tensor = self.model(
+                    input_ids=input_ids[None, start:stop],
+                    position_ids=positions[None, start:stop],
+                    use_cache=False,
+                ).logits[0]
+            return logits
+
+        expected = run(0, num_rows)
+        bounds = [(0, 1), (num_rows - 1, num_rows), *pairwise(_PROBE_CUTS)]
+        return all(torch.equal(run(a, b), expected[a:b]) for a, b in bounds)
+
+    def is_batch_invariant(self, kv: KVConfig, backend: str) -> bool:
+        """Whether a token's logits are bit for bit the same in any batch and chunk; measured.
+
+        A sequence is run in one chunk, and again in pieces down to one token, beside another.
+        """
+        if not self.has_steady_rows:
+            return False
+        num_tokens = min(_PROBE_CUTS[-1], self.max_positions or _PROBE_CUTS[-1])
+        token_ids = [(7 + 13 * i) % self.vocab_size for i in range(num_tokens)]
+        pages = 4 * -(-num_tokens // kv.page_size)
+        capacity = (pages + 1) * KVCodec(self.spec, kv).bytes_per_page
+        cache = PrefixCache(
+            self.spec, replace(kv, capacity=capacity), device=self.device, backend=backend
+        )
+        with cache.acquire(token_ids) as lease:
+            whole = Run(lease, token_ids, 0, num_tokens, 0, 0)
+            expected = self.forward(build_batch([whole], self.device), cache)
+        with cache.acquire(token_ids) as lease, cache.acquire(token_ids[::-1]) as other:
+            cuts = sorted({min(cut, num_tokens) for cut in (0, *_PROBE_CUTS)})
+            for start, stop in pairwise(cuts):
+                runs = [
+                    Run(other, token_ids[::-1][start:stop], start, stop, 0, stop),
+                    Run(lease, token_ids[start:stop], start, stop, 0, start),
+                ]
+                got = self.forward(build_batch(runs, self.device), cache)
+                if not torch.equal(got, expected[start:stop]):
+                    return False
+        return True
 
     def forward(self, batch: Batch, cache: PrefixCache) -> Tensor:
         """Run ``batch``: write its tokens' KV into ``cache`` and return the wanted logits.
