@@ -413,6 +413,7 @@ class World:
                         mine.stands_for = theirs
                     held.pages[i] = theirs
                 continue
+            mine.stands_for = None  # it becomes the tree's own page
             prefixes = [k for k in self._children(held.namespace, border) if key[: len(k)] == k]
             if prefixes:
                 old = table.pop(prefixes[0])

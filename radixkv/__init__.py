@@ -28,13 +28,13 @@ _HOME = {
     "Pin": "cache",
     "PrefixCache": "cache",
     "Branch": "branch",
-    "Delta": "engine",
+    "Delta": "request",
     "Engine": "engine",
     "EngineStats": "engine",
-    "Request": "engine",
-    "Result": "engine",
-    "Sample": "engine",
-    "Score": "engine",
+    "Request": "request",
+    "Result": "request",
+    "Sample": "request",
+    "Score": "request",
 }
 
 __version__ = "0.1.0"
@@ -62,13 +62,8 @@ if TYPE_CHECKING:
     from radixkv.config import BeamParams as BeamParams
     from radixkv.config import KVConfig as KVConfig
     from radixkv.config import SamplingParams as SamplingParams
-    from radixkv.engine import Delta as Delta
     from radixkv.engine import Engine as Engine
     from radixkv.engine import EngineStats as EngineStats
-    from radixkv.engine import Request as Request
-    from radixkv.engine import Result as Result
-    from radixkv.engine import Sample as Sample
-    from radixkv.engine import Score as Score
     from radixkv.errors import CacheInvariantError as CacheInvariantError
     from radixkv.errors import CapacityError as CapacityError
     from radixkv.errors import ContextLengthError as ContextLengthError
@@ -79,3 +74,8 @@ if TYPE_CHECKING:
     from radixkv.errors import UnsupportedModelError as UnsupportedModelError
     from radixkv.quant import KVSpec as KVSpec
     from radixkv.radix import RadixTree as RadixTree
+    from radixkv.request import Delta as Delta
+    from radixkv.request import Request as Request
+    from radixkv.request import Result as Result
+    from radixkv.request import Sample as Sample
+    from radixkv.request import Score as Score

@@ -6,6 +6,7 @@ Backends share two functions, `write_kv` and `paged_attention`, with the signatu
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -34,18 +35,27 @@ class Backend:
 
 
 _TORCH = Backend("torch", reference.write_kv, reference.paged_attention)
+_CPU_NEEDS = ("numba", "radixkv_kernels")
 
 
 def get_backend(name: str, device: torch.device) -> Backend:
     """The backend that ``name`` asks for on ``device``; ``"auto"`` takes the fastest there is.
 
+    On a CPU that is ``"cpu"`` where Numba and the kernels are installed, else ``"torch"``.
+
     Raises:
         ValueError: an unknown name, or a backend that this version or device does not have.
     """
     require_choice("backend", name, BACKENDS)
-    if name in ("auto", "torch"):
+    if name == "auto":
+        compiled = device.type == "cpu" and all(map(importlib.util.find_spec, _CPU_NEEDS))
+        name = "cpu" if compiled else "torch"
+    if name == "torch":
         return _TORCH
+    if name == "cpu" and device.type == "cpu":
+        from radixkv import cpu_backend  # here, because it loads Numba
+
+        return Backend("cpu", cpu_backend.write_kv, cpu_backend.paged_attention)
     raise ValueError(
-        f"backend: {name!r} is not built in this version (asked for on {device}); "
-        f'use "torch" or "auto"'
+        f'backend: {name!r} does not run on {device} in this version; use "torch" or "auto"'
     )

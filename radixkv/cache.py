@@ -7,14 +7,16 @@ copied first. What is committed becomes findable; what is not is freed on releas
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from heapq import heappop, heappush
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from radixkv import view
 from radixkv.attention import Backend, get_backend
 from radixkv.config import KVConfig, parse_bytes, require_int, require_real
 from radixkv.errors import CacheInvariantError, CapacityError
@@ -824,6 +827,44 @@ class PrefixCache:
                 nodes=self.tree.num_nodes,
                 utilization=stored / (used * self.page_size) if used else 0.0,
             )
+
+    def render(self, max_depth: int | None = None, tokenizer: Any = None) -> str:
+        """The tree as text, a line a node: tokens, pages, uses, age, what holds it, content.
+
+        Args:
+            max_depth: edges below a namespace that are shown; None is all.
+            tokenizer: shows text instead of token ids.
+        """
+        if max_depth is not None:
+            max_depth = require_int("max_depth", max_depth, 1)
+        with self._guard:
+            return view.render(self.tree, max_depth, tokenizer, self._pin_count > 0, self._head())
+
+    def to_html(self, path: str | os.PathLike[str], tokenizer: Any = None) -> None:
+        """Write the tree as one self-contained page for a browser.
+
+        Args:
+            path: the file; it is overwritten.
+            tokenizer: shows text instead of token ids.
+        """
+        stats = asdict(self.stats())
+        with self._guard:
+            page = view.to_html(self.tree, tokenizer, self._pin_count > 0, self._head(), stats)
+        Path(path).write_text(page, encoding="utf-8")
+
+    def explain(self, token_ids: Any, namespace: Hashable = None) -> view.Explanation:
+        """Where and why the match of ``token_ids`` ends; changes nothing."""
+        tokens = encode_tokens(token_ids)
+        with self._guard:
+            return view.explain(self.tree, tokens, namespace)
+
+    def _head(self) -> str:
+        tree, pool = self.tree, self.pool
+        used = pool.num_pages - pool.num_free
+        return (
+            f"{self.codec.k_format.name} cache: {tree.num_nodes:,} nodes, {tree.num_tokens:,} "
+            f"tokens, {used:,} of {pool.num_pages:,} pages of {self.page_size} tokens in use"
+        )
 
     def check(self) -> None:
         """Recount every page and node; raise CacheInvariantError if anything is wrong.

@@ -55,9 +55,10 @@ def require_int(name: str, value: object, low: int, high: int | None = None) -> 
     limits = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name}: expected {limits}, got {value!r} of type {type(value).__name__}")
-    if value < low or (high is not None and value > high):
+    number = int(value)
+    if number < low or (high is not None and number > high):
         raise ValueError(f"{name}: expected {limits}, got {value!r}")
-    return int(value)
+    return number
 
 
 def require_real(

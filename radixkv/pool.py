@@ -120,8 +120,15 @@ class PagePool:
         self.state[page_id] = state | WATCHED if watched else state & ~WATCHED
 
     def enter_tree(self, page_ids: PageIds) -> None:
-        """Make the tree an owner of pages that others own and the tree does not."""
+        """Make the tree an owner of pages that others own and the tree does not.
+
+        A duplicate that enters stands in for no other page any more: its holders hold the
+        tree's own page now. (Kept, two pages could come to hold each other for ever.)
+        """
         self.state[page_ids] += LONE
+        if self._stand_ins:
+            for page_id in [p for p in page_ids.tolist() if p in self._stand_ins]:
+                self.drop(np.array([self._stand_ins.pop(page_id)]))
 
     def leave_tree(self, page_ids: PageIds) -> int:
         """Take pages from the tree; those without another owner are free. Returns how many."""

@@ -129,7 +129,7 @@ class Int8Format(KVFormat):
         return codes.to(torch.int8), scale
 
     def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
-        return codes.float().mul_(scales.float())
+        return codes.float() * scales.float()
 
 
 class Fp8Format(KVFormat):
@@ -148,7 +148,7 @@ class Fp8Format(KVFormat):
         return codes.to(self.code_dtype), scale
 
     def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
-        return codes.float().mul_(scales.float())
+        return codes.float() * scales.float()
 
 
 class Int4Format(KVFormat):
@@ -176,12 +176,14 @@ class Int4Format(KVFormat):
         codes = ((groups - zero.float()) / scale.float()).round_().clamp_(0, 15)
         codes = codes.to(torch.uint8).flatten(-2)
         low_half, high_half = codes.chunk(2, dim=-1)
-        return low_half | (high_half << 4), torch.cat([scale, zero], dim=-1).flatten(-2)
+        packed: Tensor = low_half | (high_half << 4)
+        return packed, torch.cat([scale, zero], dim=-1).flatten(-2)
 
     def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
         real = torch.cat([codes & 15, codes >> 4], dim=-1).float()
         scale, zero = scales.float().unflatten(-1, (-1, 2)).split(1, dim=-1)
-        return real.unflatten(-1, (-1, self.group_size)).mul_(scale).add_(zero).flatten(-2)
+        rows: Tensor = real.unflatten(-1, (-1, self.group_size)) * scale + zero
+        return rows.flatten(-2)
 
 
 class ModelFormat(KVFormat):
@@ -228,7 +230,8 @@ def hadamard(head_dim: int, device: torch.device | str = "cpu") -> Tensor:
     while block.shape[0] < size:
         block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
     block = block / size**0.5
-    return torch.block_diag(*[block] * (head_dim // size)).float().to(device)
+    rotation: Tensor = torch.block_diag(*[block] * (head_dim // size)).float().to(device)
+    return rotation
 
 
 class LayerPages(NamedTuple):

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from sortedcontainers import SortedDict, SortedList  # type: ignore[import-untyped]
+from sortedcontainers import SortedDict, SortedList
 
 from radixkv.errors import CacheInvariantError
 
@@ -35,6 +35,7 @@ ID_BYTES = 8
 _BIG_ENDIAN = np.dtype(">u4")
 _NO_PAGES: PageIds = np.empty(0, dtype=np.int64)
 EXPIRED = -(2**63)  # the priority of what has outlived its time
+_REMEMBERED = 4096  # evicted runs whose digest is kept, to explain misses
 _WIDE = 256  # children from which on their order is a SortedList, not a list
 
 
@@ -383,6 +384,7 @@ class RadixTree:
         self._blocked: dict[int, Node] = {}  # tail page held by others -> leaf
         self.expiries: list[tuple[float, int, Node]] = []  # heap; stale entries are skipped
         self._num_scheduled = 0
+        self._evicted_runs: dict[int, None] = {}  # digests, oldest first
         pool.on_release = self._on_release
 
     # --- reading -----------------------------------------------------------------------
@@ -668,6 +670,7 @@ class RadixTree:
             self._evictable[node.key] = node
 
     def _schedule(self, node: Node) -> None:
+        assert node.expires is not None
         self._num_scheduled += 1
         heappush(self.expiries, (node.expires, self._num_scheduled, node))
 
@@ -767,6 +770,7 @@ class RadixTree:
                     high = middle
             keep = high
         gone = leaf.page_ids[ID_BYTES * keep :]
+        self._note_evicted(leaf, keep * self.page_bytes)
         if not keep:
             self.num_tokens -= len(leaf.tokens) // TOKEN_BYTES
             self._remove(leaf)
@@ -780,6 +784,20 @@ class RadixTree:
         del pages[ID_BYTES * keep :]
         self._place(leaf)
         return gone
+
+    def _note_evicted(self, leaf: Node, cut: int) -> None:
+        first = bytes(leaf.tokens[cut : cut + self.page_bytes])
+        start = leaf.end - len(leaf.tokens) + cut
+        self._evicted_runs[hash((start, first))] = None
+        if len(self._evicted_runs) > _REMEMBERED:
+            del self._evicted_runs[next(iter(self._evicted_runs))]
+
+    def was_evicted(self, start: int, tokens: bytes) -> bool:
+        """Whether a run that began with the page of ``tokens`` at byte ``start`` was evicted.
+
+        Told by a digest among the last evicted runs: for explanations, never for a hit.
+        """
+        return hash((start, tokens[start : start + self.page_bytes])) in self._evicted_runs
 
     def _remove(self, leaf: Node) -> None:
         parent = leaf.parent
@@ -802,7 +820,7 @@ class RadixTree:
         if root is None:
             return 0
         freed = 0
-        for node in list(self._nodes(root)):
+        for node in list(self.nodes(root)):
             if node.children is None:
                 self._unplace(node)
             freed += self.pool.leave_tree(np.frombuffer(bytes(node.page_ids), dtype=np.int64))
@@ -811,7 +829,8 @@ class RadixTree:
             self.num_tokens -= len(node.tokens) // TOKEN_BYTES
         return freed
 
-    def _nodes(self, root: Node) -> Iterator[Node]:
+    def nodes(self, root: Node) -> Iterator[Node]:
+        """Every node below ``root``, in no order."""
         stack = [root]
         while stack:
             node = stack.pop()
@@ -833,7 +852,7 @@ class RadixTree:
         owned: list[int] = []
         for root in self.roots.values():
             require(not root.tokens and not root.page_ids, "a root holds tokens")
-            for node in self._nodes(root):
+            for node in self.nodes(root):
                 num_nodes += 1
                 num_tokens += len(node.tokens) // TOKEN_BYTES
                 pages = np.frombuffer(bytes(node.page_ids), dtype=np.int64)
@@ -861,7 +880,7 @@ class RadixTree:
                         require(not same or node.expires != child.expires, "an edge in two pieces")
                     require(len(node.tokens) % self.page_bytes == 0, "an inner part-filled page")
                     require(node.key is None and not node.blocked_by, "an inner node to evict")
-            for node in [root, *self._nodes(root)]:
+            for node in [root, *self.nodes(root)]:
                 if node.children is None:
                     continue
                 keys = list(node.children.order)

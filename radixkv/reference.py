@@ -62,6 +62,28 @@ class ScoreRule:
     alibi_slopes: Tensor | None = None
 
 
+# A query's arithmetic must not depend on its neighbours or on where its chunk began, or
+# quantization turns a difference in the last bit into a whole step between codes. Matrix products
+# keep every row's order of addition from this many rows on (measured, see tests), if the length
+# of the sums is fixed: hence padded rows, and sums over tiles of tokens from position 0.
+_MIN_ROWS = 16
+TILE = 128
+_BLOCK_ROWS = 256  # query rows of a KV head that are attended at once, to bound memory
+
+
+def _pad_rows(rows: Tensor) -> Tensor:
+    """``rows``, [..., num_rows, dim], with zeros up to the least number of rows."""
+    missing = _MIN_ROWS - rows.shape[-2]
+    return F.pad(rows, (0, 0, 0, missing)) if missing > 0 else rows
+
+
+def rotate_rows(rows: Tensor) -> Tensor:
+    """Rotate rows of any leading shape by their Hadamard matrix; float32."""
+    flat = rows.reshape(-1, rows.shape[-1])
+    rotated = _pad_rows(flat) @ hadamard(rows.shape[-1], rows.device)
+    return rotated[: flat.shape[0]].view(rows.shape)
+
+
 def encode_rows(
     kv_format: KVFormat, rotate: bool, rows: Tensor, *, name: str, layer_idx: int
 ) -> tuple[Tensor, Tensor]:
@@ -85,7 +107,7 @@ def encode_rows(
             f"above 65504: try bfloat16 or float32)"
         )
     if rotate:
-        rows = rows @ hadamard(kv_format.head_dim, rows.device)
+        rows = rotate_rows(rows)
     return kv_format.quantize(rows)
 
 
@@ -186,6 +208,108 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
     return (weights @ v).reshape(num_q_heads, num_queries, -1)
 
 
+def _sum_tiles(parts: Tensor) -> Tensor:
+    """Sum over dim 1 by pairs of neighbours, so that zeros at the end change no bit."""
+    while parts.shape[1] > 1:
+        if parts.shape[1] % 2:
+            parts = torch.cat([parts, torch.zeros_like(parts[:, :1])], dim=1)
+        parts = parts[:, 0::2] + parts[:, 1::2]
+    return parts[:, 0]
+
+
+def attend_tiles(q: Tensor, k: Tensor, v: Tensor, seq_len: int, rule: ScoreRule) -> Tensor:
+    """As `attend_dense`, in float32, with each query's bits independent of the other queries.
+
+    The same query over the same K and V gives the same bits alone, as the last of a long
+    chunk and in the middle of one.
+
+    Args:
+        q: [num_q_heads, num_queries, head_dim]; the queries are the sequence's last tokens.
+        k: [num_kv_heads, num_tiles * tile, head_dim], finite where it is beyond ``seq_len``;
+            v: the same with v_head_dim.
+        seq_len: tokens of the sequence.
+    Returns:
+        [num_q_heads, num_queries, v_head_dim].
+
+    Complexity: as dense attention, but of each block of queries with the tokens that it sees.
+    """
+    num_q_heads, num_queries, head_dim = q.shape
+    num_kv_heads, _, v_head_dim = v.shape
+    group = num_q_heads // num_kv_heads
+    k_tiles = k.unflatten(1, (-1, TILE))
+    v_tiles = v.unflatten(1, (-1, TILE))
+    queries = q.reshape(num_kv_heads, group, num_queries, head_dim) * rule.softmax_scale
+    first_pos = seq_len - num_queries
+    block = max(1, _BLOCK_ROWS // group)
+    outs = []
+    for start in range(0, num_queries, block):
+        stop = min(start + block, num_queries)
+        num_tiles = (first_pos + stop - 1) // TILE + 1
+        outs.append(
+            _attend_block(
+                queries[:, :, start:stop],
+                k_tiles[:, :num_tiles],
+                v_tiles[:, :num_tiles],
+                first_pos + start,
+                rule,
+            )
+        )
+    out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+    return out.reshape(num_q_heads, num_queries, v_head_dim)
+
+
+def _attend_block(
+    q: Tensor, k_tiles: Tensor, v_tiles: Tensor, first_pos: int, rule: ScoreRule
+) -> Tensor:
+    """Attend scaled queries at ``first_pos`` and after to whole tiles from position 0.
+
+    Args:
+        q: [num_kv_heads, group, num_queries, head_dim].
+        k_tiles: [num_kv_heads, num_tiles, tile, head_dim]; v_tiles: with v_head_dim.
+    Returns:
+        [num_kv_heads, group, num_queries, v_head_dim].
+    """
+    num_kv_heads, group, num_queries, head_dim = q.shape
+    num_tiles = k_tiles.shape[1]
+    rows = _pad_rows(q.reshape(num_kv_heads, group * num_queries, head_dim))
+    num_rows = rows.shape[1]
+
+    def per_row(heads: Tensor) -> Tensor:
+        """A value of each query head, for each row: [num_kv_heads, num_rows]."""
+        each = heads.float().view(num_kv_heads, group).repeat_interleave(num_queries, dim=1)
+        return F.pad(each, (0, num_rows - each.shape[1]))
+
+    many = rows[:, None].expand(-1, num_tiles, -1, -1).reshape(-1, num_rows, head_dim)
+    scores = torch.bmm(many, k_tiles.flatten(0, 1).transpose(1, 2))
+    scores = scores.view(num_kv_heads, num_tiles, num_rows, TILE)
+    if rule.softcap is not None:
+        scores = torch.tanh(scores.div_(rule.softcap)).mul_(rule.softcap)
+    # Tiles wholly before the first query hide nothing from anyone, unless there is a window.
+    plain = rule.sliding_window is None and rule.alibi_slopes is None
+    edge = first_pos // TILE if plain else 0
+    key_pos = torch.arange(edge * TILE, num_tiles * TILE, device=q.device).view(-1, 1, TILE)
+    # Rows beyond the last are padding; they attend as the first query does, and are dropped.
+    query_pos = first_pos + torch.arange(num_queries, device=q.device).repeat(group)
+    query_pos = F.pad(query_pos, (0, num_rows - query_pos.shape[0]), value=first_pos)[:, None]
+    if rule.alibi_slopes is not None:
+        scores += per_row(rule.alibi_slopes)[:, None, :, None] * (key_pos - query_pos)
+    hidden = key_pos > query_pos
+    if rule.sliding_window is not None:
+        hidden |= key_pos <= query_pos - rule.sliding_window
+    scores[:, edge:].masked_fill_(hidden, float("-inf"))
+    top = scores.amax(dim=-1).amax(dim=1)
+    if rule.sinks is not None:
+        sinks = per_row(rule.sinks)
+        top = torch.maximum(top, sinks)
+    weights = scores.sub_(top[:, None, :, None]).exp_()
+    total = _sum_tiles(weights.sum(dim=-1))
+    if rule.sinks is not None:
+        total = total + torch.exp(sinks - top)
+    parts = torch.bmm(weights.flatten(0, 1), v_tiles.flatten(0, 1))
+    out = _sum_tiles(parts.view(num_kv_heads, num_tiles, num_rows, -1)) / total[..., None]
+    return out[:, : group * num_queries].view(num_kv_heads, group, num_queries, -1)
+
+
 def paged_attention(
     codec: KVCodec, layer: LayerPages, q: Tensor, batch: AttentionBatch, rule: ScoreRule
 ) -> Tensor:
@@ -200,17 +324,23 @@ def paged_attention(
     """
     queries = q.float()
     if codec.rotate_k:
-        queries = queries @ hadamard(codec.spec.head_dim, q.device)
+        queries = rotate_rows(queries)
     page_size = layer.k_pages.shape[2]
     seq_lens, cu_seqlens_q = batch.host_lens
     outs = []
     for i, seq_len in enumerate(seq_lens):
-        page_ids = batch.page_table[i, : -(-seq_len // page_size)].long()
-        k = read_rows(codec.k_format, layer.k_pages, layer.k_scale, page_ids)[:, :seq_len]
-        v = read_rows(codec.v_format, layer.v_pages, layer.v_scale, page_ids)[:, :seq_len]
+        num_pages, num_slots = -(-seq_len // page_size), -(-seq_len // TILE) * TILE
+        page_ids = batch.page_table[i, :num_pages].long()
+        # Whole tiles are read; what is behind the last token may be anything, NaN too.
+        page_ids = F.pad(page_ids, (0, -(-num_slots // page_size) - num_pages))
+        k = read_rows(codec.k_format, layer.k_pages, layer.k_scale, page_ids)
+        v = read_rows(codec.v_format, layer.v_pages, layer.v_scale, page_ids)
+        k[:, seq_len:] = 0
+        v[:, seq_len:] = 0
         rows = queries[cu_seqlens_q[i] : cu_seqlens_q[i + 1]].transpose(0, 1)
-        outs.append(attend_dense(rows, k, v, rule).transpose(0, 1))
+        out = attend_tiles(rows, k[:, :num_slots], v[:, :num_slots], seq_len, rule)
+        outs.append(out.transpose(0, 1))
     out = torch.cat(outs)
     if codec.rotate_v:
-        out = out @ hadamard(codec.v_format.head_dim, q.device)
+        out = rotate_rows(out)
     return out.to(q.dtype)

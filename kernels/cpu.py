@@ -1,0 +1,2085 @@
+"""CPU kernels over quantized KV pages, compiled by Numba: write, decode, extend.
+
+Page layout: ``radixkv.quant``. Nothing here knows torch modules or radixkv: the callers pass
+addresses and sizes in one `ARGS` record, and a kernel is one C function ``void(ARGS*)`` that
+any number of threads may run at once: each takes the next task from an atomic counter.
+
+How it is built. Row formats and head sizes are compile-time numbers, so one kernel is compiled
+per (formats, head sizes, query group) and cached on disk. The inner loops are small *intrinsics*
+that emit vector code themselves (`_read` turns 16 stored codes into 16 floats in registers); the
+walk over sequences, splits and pages around them is plain Numba. Vectors are ``LANES`` floats:
+16 with AVX-512, 8 with AVX2, 4 elsewhere (NEON).
+
+    write    check all rows for NaN and Inf; rotate, quantize and scatter each row in registers
+    decode   one query token a sequence: a task is (sequence, KV head, split of SPLIT tokens);
+             scores of the whole split, one softmax, weighted sum; the last task to finish merges
+    extend   several query tokens, or many query heads a KV head: a task is (sequence, KV head,
+             tile of queries); K and V tiles are dequantized once, matrix products, online softmax
+
+Splits and tiles lie at fixed token positions, so that a sequence's result does not depend on
+what else is in the batch, nor on the number of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import llvmlite.binding
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import carray, cfunc, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+INT8, FP8, FP8_E5M2, INT4, FLOAT32, FLOAT16, BFLOAT16 = range(7)
+CODE_BITS = (8, 8, 8, 4, 32, 16, 16)
+FORMAT_NAMES = ("int8", "fp8", "fp8_e5m2", "int4", "float32", "float16", "bfloat16")
+LARGEST_CODE = {INT8: 127.0, FP8: 448.0, FP8_E5M2: 57344.0}
+MIN_SCALE = 2.0**-100  # as radixkv.quant
+MAX_HEAD_DIM = 1024
+MAX_DECODE_GROUP = 8  # more query heads a KV head than this pay as matrix products
+SPLIT = 512  # tokens a decode task reads
+CHUNK = 128  # tokens whose V rows stay in the first-level cache
+PREFETCH_TOKENS = 32  # how far ahead of the arithmetic pages are asked for
+EXTEND_SPLIT = 2048  # the same for extends of few queries
+SPLIT_QUERIES = 16  # an extend of at most this many queries is split over KV
+TILE = 64  # tokens dequantized at a time in extend
+TILE_ROWS = 128  # query rows (tokens x heads) an extend task holds at most
+
+_CPU = llvmlite.binding.get_host_cpu_features()
+_WIDE = bool(_CPU.get("avx512f"))
+LANES = 16 if _WIDE else 8 if _CPU.get("avx") else 4
+_ACCUMULATORS = 16 if _WIDE or LANES == 4 else 8
+_PAIRS = bool(_CPU.get("avx512bw") if _WIDE else _CPU.get("avx2"))
+"""Whether there is an instruction that multiplies pairs of int16 and adds them up in int32."""
+_MAX_PAIR_DIM = 512  # 127 * 32767 * 512 just fits into int32; SPLIT rests on it as well
+_TILE_M = 8 if _WIDE or LANES == 4 else 4  # rows of one register tile of a matrix product
+
+_I1, _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
+_F16, _F32 = ir.HalfType(), ir.FloatType()
+_VF = ir.VectorType(_F32, LANES)
+_VI = ir.VectorType(_I32, LANES)
+_INF = float("inf")
+
+_FIELDS = """
+    q out k_pages v_pages k_scale v_scale page_table seq_lens cu_seqlens_q tasks sinks slopes
+    scratch partials counters slots
+    q_token q_head out_token out_head k_page k_head v_page v_head ks_page ks_head vs_page vs_head
+    table_row num_pages page_size num_tasks num_partials num_kv_heads group window scratch_bytes
+    rotate_k rotate_v num_tokens
+""".split()
+ARGS = np.dtype([(name, "i8") for name in _FIELDS] + [("scale", "f4"), ("softcap", "f4")])
+"""What a kernel is told: addresses (bytes), strides (q, out, rows: elements; pages: bytes), sizes.
+
+``tasks`` is [num_tasks, 5] int32: sequence, first query, split, number of splits, number of
+its first split among all partial results. ``counters`` is int64: [0] threads begun, [1] next
+task, [2] a bad page or slot (+ 1 if not negative), [3] whether a row is not finite, then from
+COUNTERS on one a (partial result, KV head) for the merge.
+"""
+_ARGS_TYPE = numba.from_dtype(ARGS)
+_SIGNATURE = types.void(types.CPointer(_ARGS_TYPE))
+COUNTERS = 8  # the merge counters begin here
+
+
+# ---------------------------------------------------------------- emitting vector code
+
+
+def _splat(b: Any, value: Any, lanes: int = LANES) -> Any:
+    kind = ir.VectorType(value.type, lanes)
+    first = b.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(_I32, 0))
+    zeros = ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes)
+    return b.shuffle_vector(first, ir.Constant(kind, ir.Undefined), zeros)
+
+
+def _const(value: float, kind: Any = _VF) -> Any:
+    return ir.Constant(kind, [value] * kind.count)
+
+
+def _shuffle(b: Any, x: Any, y: Any, lanes: Sequence[int]) -> Any:
+    return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(_I32, len(lanes)), list(lanes)))
+
+
+def _call(b: Any, name: str, kind: Any, *operands: Any) -> Any:
+    """Call an LLVM intrinsic whose operands and result are of one type."""
+    scalar = kind.element if isinstance(kind, ir.VectorType) else kind
+    bits = {_F32: "f32", _I32: "i32", _F16: "f16"}[scalar]
+    suffix = f"v{kind.count}{bits}" if isinstance(kind, ir.VectorType) else bits
+    function = cgutils.get_or_insert_function(
+        b.module, ir.FunctionType(kind, [kind] * len(operands)), f"llvm.{name}.{suffix}"
+    )
+    return b.call(function, operands)
+
+
+def _fma(b: Any, x: Any, y: Any, z: Any) -> Any:
+    return _call(b, "fmuladd", x.type, x, y, z)
+
+
+def _max(b: Any, x: Any, y: Any) -> Any:
+    return b.select(b.fcmp_ordered(">", x, y), x, y)
+
+
+def _min(b: Any, x: Any, y: Any) -> Any:
+    return b.select(b.fcmp_ordered("<", x, y), x, y)
+
+
+def _pointer(b: Any, address: Any) -> Any:
+    return b.inttoptr(address, _I8.as_pointer())
+
+
+def _load(b: Any, pointer: Any, offset: Any, kind: Any) -> Any:
+    """Load ``kind`` from ``pointer`` plus ``offset`` bytes (an int or an i64 value)."""
+    offset = ir.Constant(_I64, offset) if isinstance(offset, int) else offset
+    place = b.gep(pointer, [offset])
+    return b.load(b.bitcast(place, kind.as_pointer()), align=1)
+
+
+def _store(b: Any, value: Any, pointer: Any, offset: Any) -> None:
+    offset = ir.Constant(_I64, offset) if isinstance(offset, int) else offset
+    place = b.gep(pointer, [offset])
+    b.store(value, b.bitcast(place, value.type.as_pointer()), align=1)
+
+
+def _prefetch(b: Any, pointer: Any, offset: Any) -> None:
+    """Ask for a cache line that will be read soon; any address is allowed."""
+    offset = ir.Constant(_I64, offset) if isinstance(offset, int) else offset
+    kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
+    function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
+    read, keep, data = (ir.Constant(_I32, n) for n in (0, 3, 1))
+    b.call(function, [b.gep(pointer, [offset]), read, keep, data])
+
+
+def _widen(b: Any, vector: Any) -> Any:
+    """Pad a short vector with zeros to LANES."""
+    count = vector.type.count
+    if count == LANES:
+        return vector
+    zeros = ir.Constant(vector.type, [0] * count)
+    return _shuffle(b, vector, zeros, [min(i, count) for i in range(LANES)])
+
+
+def _narrow(b: Any, vector: Any, count: int) -> Any:
+    if count == vector.type.count:
+        return vector
+    return _shuffle(b, vector, ir.Constant(vector.type, ir.Undefined), range(count))
+
+
+def _load_floats(b: Any, pointer: Any, offset: Any, count: int = LANES) -> Any:
+    return _widen(b, _load(b, pointer, offset, ir.VectorType(_F32, count)))
+
+
+def _pieces(num: int) -> list[tuple[int, int]]:
+    """(first, count) of the vectors that cover ``num`` elements."""
+    return [(i, min(LANES, num - i)) for i in range(0, num, LANES)]
+
+
+def int4_group_size(head_dim: int) -> int:
+    """Elements of a row that share a scale and a zero (as radixkv.quant.Int4Format)."""
+    return next(g for g in range(min(64, head_dim), 0, -1) if head_dim % g == 0)
+
+
+def num_scales(fmt: int, head_dim: int) -> int:
+    """bfloat16 factors that a row of this format has."""
+    if fmt == INT4:
+        return 2 * (head_dim // int4_group_size(head_dim))
+    return 0 if fmt >= FLOAT32 else 1
+
+
+def _row_bytes(fmt: int, head_dim: int) -> int:
+    return head_dim * CODE_BITS[fmt] // 8
+
+
+def _spans(fmt: int, head_dim: int) -> list[tuple[int, int]]:
+    """(first element, count) of the vectors of a row, in the order in which they are read.
+
+    int4 gives its low and its high halves by turns, as one load yields both.
+    """
+    if fmt != INT4:
+        return _pieces(head_dim)
+    half = head_dim // 2
+    return [(first + part, count) for first, count in _pieces(half) for part in (0, half)]
+
+
+def padded(fmt: int, head_dim: int) -> int:
+    """Floats that a row takes as whole vectors in the order of ``_spans``."""
+    return LANES * len(_spans(fmt, head_dim))
+
+
+def _by_group(b: Any, first: int, count: int, group_size: int, values: Callable[[int], Any]) -> Any:
+    """The vector whose lane i is ``values(group of element first + i)``."""
+    groups = [min(first + i, first + count - 1) // group_size for i in range(LANES)]
+    out = _splat(b, values(groups[0]))
+    for group in sorted(set(groups[1:]) - {groups[0]}):
+        lanes = ir.Constant(ir.VectorType(_I1, LANES), [int(g >= group) for g in groups])
+        out = b.select(lanes, _splat(b, values(group)), out)
+    return out
+
+
+def _read(
+    b: Any, fmt: int, head_dim: int, pointer: Any, scales: Any, index: int
+) -> list[tuple[int, Any]]:
+    """Load the codes of one vector (int4: two) of a row as floats, padded lanes zero.
+
+    int8, fp8 and fp8_e5m2 are not yet multiplied by the row's scale (fp8 by `_factor` neither);
+    int4 is (``scales``: pointer to the row's float32 scales and zeros).
+    """
+    if fmt == INT4:
+        first, count = _pieces(head_dim // 2)[index]
+        codes = _load(b, pointer, first, ir.VectorType(_I8, count))
+        wide = b.zext(_widen(b, codes), _VI)
+        size, out = int4_group_size(head_dim), []
+        for part, bits in ((0, b.and_(wide, _const(15, _VI))), (1, b.lshr(wide, _const(4, _VI)))):
+            start = first + part * (head_dim // 2)
+            scale = _by_group(b, start, count, size, lambda g: _load(b, scales, 8 * g, _F32))
+            zero = _by_group(b, start, count, size, lambda g: _load(b, scales, 8 * g + 4, _F32))
+            real = _fma(b, b.uitofp(bits, _VF), scale, zero)
+            if count < LANES:
+                lanes = ir.Constant(
+                    ir.VectorType(_I1, LANES), [int(i < count) for i in range(LANES)]
+                )
+                real = b.select(lanes, real, _const(0.0))
+            out.append((2 * index + part, real))
+        return out
+    first, count = _pieces(head_dim)[index]
+    if fmt == FLOAT32:
+        return [(index, _load_floats(b, pointer, 4 * first, count))]
+    if fmt in (FLOAT16, BFLOAT16):
+        codes = _widen(b, _load(b, pointer, 2 * first, ir.VectorType(_I16, count)))
+        if fmt == FLOAT16:
+            return [(index, b.fpext(b.bitcast(codes, ir.VectorType(_F16, LANES)), _VF))]
+        return [(index, b.bitcast(b.shl(b.zext(codes, _VI), _const(16, _VI)), _VF))]
+    codes = _widen(b, _load(b, pointer, first, ir.VectorType(_I8, count)))
+    if fmt == INT8:
+        return [(index, b.sitofp(b.sext(codes, _VI), _VF))]
+    # An 8-bit float becomes a float16 by a shift (e4m3 as value * 2^-8: see `_factor`), which
+    # the hardware widens, subnormals too.
+    kind = ir.VectorType(_I16, LANES)
+    if fmt == FP8_E5M2:
+        half = b.shl(b.zext(codes, kind), _const(8, kind))
+    else:
+        half = b.and_(b.shl(b.sext(codes, kind), _const(7, kind)), _const(-16385, kind))
+    return [(index, b.fpext(b.bitcast(half, ir.VectorType(_F16, LANES)), _VF))]
+
+
+def _factor(fmt: int) -> float:
+    """What `_read`'s floats lack besides the row's scale."""
+    return 256.0 if fmt == FP8 else 1.0
+
+
+def _num_reads(fmt: int, head_dim: int) -> int:
+    return len(_pieces(head_dim // 2 if fmt == INT4 else head_dim))
+
+
+def _sum_transposed(b: Any, vectors: list[Any]) -> Any:
+    """One vector whose lane n is the sum over the lanes of ``vectors[n]`` (at most LANES)."""
+    add = b.fadd if vectors[0].type == _VF else b.add
+    count = 1 << (len(vectors) - 1).bit_length()
+    vectors = vectors + [vectors[-1]] * (count - len(vectors))
+    width = LANES
+    while len(vectors) > 1:
+        half, pairs, width = len(vectors) // 2, [], width // 2
+        starts = range(0, LANES, 2 * width)
+        low = [base + s + i for s in starts for base in (0, LANES) for i in range(width)]
+        for n in range(half):
+            x, y = vectors[n], vectors[n + half]
+            high = [lane + width for lane in low]
+            pairs.append(add(_shuffle(b, x, y, low), _shuffle(b, x, y, high)))
+        vectors = pairs
+    total = vectors[0]
+    stride = width
+    while width > 1:
+        width //= 2
+        turned = [lane ^ width for lane in range(LANES)]
+        total = add(total, _shuffle(b, total, total, turned))
+    return _shuffle(b, total, total, [min(n * stride, LANES - 1) for n in range(LANES)])
+
+
+def _fold(b: Any, vector: Any, combine: Callable[[Any, Any, Any], Any]) -> Any:
+    """Combine all lanes into a scalar."""
+    width = LANES
+    while width > 1:
+        width //= 2
+        vector = combine(b, vector, _shuffle(b, vector, vector, [i ^ width for i in range(LANES)]))
+    return b.extract_element(vector, ir.Constant(_I32, 0))
+
+
+def _add(b: Any, x: Any, y: Any) -> Any:
+    return b.fadd(x, y)
+
+
+def _exp(b: Any, x: Any) -> Any:
+    """e ** x for x <= 0, within 2 units in the last place; exactly 0 below -87; NaN stays NaN."""
+    clamped = _max(b, _const(-87.0), x)  # in this order a NaN passes
+    n = _call(b, "rint", _VF, b.fmul(clamped, _const(math.log2(math.e))))
+    r = _fma(b, n, _const(-0.693359375), clamped)
+    r = _fma(b, n, _const(2.12194440e-4), r)
+    poly = _const(1 / 5040)
+    for c in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0):
+        poly = _fma(b, poly, r, _const(c))
+    bits = b.shl(b.fptosi(n, _VI), _const(23, _VI))
+    power = b.bitcast(b.add(b.bitcast(poly, _VI), bits), _VF)
+    return b.select(b.fcmp_ordered("<", x, _const(-87.0)), _const(0.0), power)
+
+
+def _rotate_vectors(b: Any, vectors: list[Any], head_dim: int) -> list[Any]:
+    """Multiply a row by radixkv.quant.hadamard(head_dim), as butterflies in registers."""
+    size = head_dim & -head_dim
+    stride = 1
+    while stride < min(size, LANES):
+        turned = [lane ^ stride for lane in range(LANES)]
+        signs = ir.Constant(_VF, [-1.0 if lane & stride else 1.0 for lane in range(LANES)])
+        vectors = [_fma(b, v, signs, _shuffle(b, v, v, turned)) for v in vectors]
+        stride *= 2
+    while stride < size:
+        step, turned_vectors = stride // LANES, list(vectors)
+        for i in range(len(vectors)):
+            if not i & step:
+                turned_vectors[i] = b.fadd(vectors[i], vectors[i + step])
+                turned_vectors[i + step] = b.fsub(vectors[i], vectors[i + step])
+        vectors, stride = turned_vectors, stride * 2
+    return [b.fmul(v, _const(size**-0.5)) for v in vectors]
+
+
+def _literal(value: Any) -> int:
+    return int(value.literal_value)
+
+
+def _round_to_bf16(b: Any, bits: Any) -> Any:
+    """Round float32 bits (i32, scalar or vector) to bfloat16 bits, half to even."""
+    one, kind = (1, bits.type) if not isinstance(bits.type, ir.VectorType) else (None, bits.type)
+
+    def c(value: int) -> Any:
+        return ir.Constant(kind, value) if one else _const(value, kind)
+
+    odd = b.and_(b.lshr(bits, c(16)), c(1))
+    return b.lshr(b.add(b.add(bits, c(0x7FFF)), odd), c(16))
+
+
+# ---------------------------------------------------------------- intrinsics: scalars
+
+
+def _scalar_reader(kind: Any, numba_type: Any, size: int) -> Any:
+    @intrinsic
+    def read(typingctx: Any, address: Any, index: Any) -> Any:
+        def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+            offset = b.mul(args[1], ir.Constant(_I64, size))
+            return _load(b, _pointer(b, args[0]), offset, kind)
+
+        return numba_type(types.int64, types.int64), codegen
+
+    return read
+
+
+def _scalar_writer(numba_type: Any, size: int) -> Any:
+    @intrinsic
+    def write(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
+        def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+            offset = b.mul(args[1], ir.Constant(_I64, size))
+            _store(b, args[2], _pointer(b, args[0]), offset)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, numba_type), codegen
+
+    return write
+
+
+_get_i32 = _scalar_reader(_I32, types.int32, 4)
+_get_i64 = _scalar_reader(_I64, types.int64, 8)
+_get_f32 = _scalar_reader(_F32, types.float32, 4)
+_put_i32 = _scalar_writer(types.int32, 4)
+_put_i64 = _scalar_writer(types.int64, 8)
+_put_f32 = _scalar_writer(types.float32, 4)
+
+
+@intrinsic
+def _fetch_add(typingctx: Any, address: Any, index: Any) -> Any:
+    """Add 1 to the int64 at address[index] atomically; what it was before."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        place = b.inttoptr(b.add(args[0], b.mul(args[1], ir.Constant(_I64, 8))), _I64.as_pointer())
+        return b.atomic_rmw("add", place, ir.Constant(_I64, 1), "seq_cst")
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+# ---------------------------------------------------------------- intrinsics: vectors
+
+
+@intrinsic(prefer_literal=True)
+def _load_query(typingctx: Any, head_dim: Any, source: Any, target: Any, scale: Any, rotate: Any):
+    """target[:] = source[:] * scale, rotated if asked; float32, target padded with zeros."""
+    dim = _literal(head_dim)
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        source, target = _pointer(b, args[1]), _pointer(b, args[2])
+        scale = _splat(b, args[3])
+        plain = [
+            b.fmul(_load_floats(b, source, 4 * first, n), scale) for first, n in _pieces(dim)
+        ]
+        with b.if_else(b.icmp_signed("!=", args[4], ir.Constant(_I64, 0))) as (then, otherwise):
+            with then:
+                for i, vector in enumerate(_rotate_vectors(b, plain, dim)):
+                    _store(b, vector, target, 4 * LANES * i)
+            with otherwise:
+                for i, vector in enumerate(plain):
+                    _store(b, vector, target, 4 * LANES * i)
+        return context.get_dummy_value()
+
+    return types.void(head_dim, types.int64, types.int64, types.float32, types.int64), codegen
+
+
+@intrinsic(prefer_literal=True)
+def _store_row(typingctx: Any, head_dim: Any, source: Any, target: Any, scale: Any, rotate: Any):
+    """target[:head_dim] = source[:] * scale, rotated if asked; source is padded with zeros."""
+    dim = _literal(head_dim)
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        source, target = _pointer(b, args[1]), _pointer(b, args[2])
+        scale = _splat(b, args[3])
+        plain = [
+            b.fmul(_load_floats(b, source, 4 * first, n), scale) for first, n in _pieces(dim)
+        ]
+        with b.if_else(b.icmp_signed("!=", args[4], ir.Constant(_I64, 0))) as (then, otherwise):
+            with then:
+                rows = _rotate_vectors(b, plain, dim)
+                for (first, n), vector in zip(_pieces(dim), rows, strict=True):
+                    _store(b, _narrow(b, vector, n), target, 4 * first)
+            with otherwise:
+                for (first, n), vector in zip(_pieces(dim), plain, strict=True):
+                    _store(b, _narrow(b, vector, n), target, 4 * first)
+        return context.get_dummy_value()
+
+    return types.void(head_dim, types.int64, types.int64, types.float32, types.int64), codegen
+
+
+@intrinsic(prefer_literal=True)
+def _to_read_order(typingctx: Any, fmt: Any, head_dim: Any, source: Any, target: Any):
+    """Copy a float32 row from its natural order to that of `_spans`, padded with zeros."""
+    f, dim = _literal(fmt), _literal(head_dim)
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        source, target = _pointer(b, args[2]), _pointer(b, args[3])
+        for i, (first, count) in enumerate(_spans(f, dim)):
+            _store(b, _load_floats(b, source, 4 * first, count), target, 4 * LANES * i)
+        return context.get_dummy_value()
+
+    return types.void(fmt, head_dim, types.int64, types.int64), codegen
+
+
+@intrinsic(prefer_literal=True)
+def _to_natural_order(typingctx: Any, fmt: Any, head_dim: Any, source: Any, target: Any):
+    """The inverse of `_to_read_order`; writes head_dim floats."""
+    f, dim = _literal(fmt), _literal(head_dim)
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        source, target = _pointer(b, args[2]), _pointer(b, args[3])
+        for i, (first, count) in enumerate(_spans(f, dim)):
+            vector = _load_floats(b, source, 4 * LANES * i)
+            _store(b, _narrow(b, vector, count), target, 4 * first)
+        return context.get_dummy_value()
+
+    return types.void(fmt, head_dim, types.int64, types.int64), codegen
+
+
+def _query_chunks(group: int) -> list[tuple[int, int]]:
+    """(first, count) of the query heads that share one pass over K or V."""
+    most = _ACCUMULATORS // 2
+    return [(i, min(most, group - i)) for i in range(0, group, most)]
+
+
+def _keys_per_block(group: int) -> int:
+    """Keys scored at once for ``group`` query heads."""
+    most = max(count for _, count in _query_chunks(group))
+    return max(2, min(8, LANES // 2, _ACCUMULATORS // (1 << (most - 1).bit_length())))
+
+
+@intrinsic(prefer_literal=True)
+def _score_keys(
+    typingctx: Any,
+    fmt: Any,
+    head_dim: Any,
+    group: Any,
+    q: Any,
+    rows: Any,
+    row_bytes: Any,
+    scales: Any,
+    scales_bytes: Any,
+    last: Any,
+    ahead: Any,
+    out: Any,
+    out_bytes: Any,
+):
+    """Dot products of ``group`` queries with a block of `_keys_per_block` stored rows.
+
+    The block of rows at ``ahead`` is asked for, as it will be read soon.
+
+    q: float32 [group, padded], in read order. Rows beyond ``last`` repeat it. out[g] gets the
+    block's floats, out_bytes apart.
+    """
+    f, dim, num_queries = _literal(fmt), _literal(head_dim), _literal(group)
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        q, base, row_bytes, scales, scales_bytes, last, ahead, out, out_bytes = args[3:]
+        ahead = _pointer(b, ahead)
+        for line in range(-(-_keys_per_block(num_queries) * _row_bytes(f, dim) // 64)):
+            _prefetch(b, ahead, 64 * line)
+        q, out = _pointer(b, q), _pointer(b, out)
+        keys = _keys_per_block(num_queries)
+        pointers, factors = [], []
+        for i in range(keys):
+            index = ir.Constant(_I64, i)
+            index = b.select(b.icmp_signed("<", index, last), index, last) if i else index
+            pointers.append(_pointer(b, b.add(base, b.mul(index, row_bytes))))
+            factors.append(_pointer(b, b.add(scales, b.mul(index, scales_bytes))))
+        q_bytes = 4 * padded(f, dim)
+        for start, count in _query_chunks(num_queries):
+            sums: list[Any] = [None] * (count * keys)
+            for step in range(_num_reads(f, dim)):
+                read = [_read(b, f, dim, pointers[i], factors[i], step) for i in range(keys)]
+                for part in range(len(read[0])):
+                    vector = read[0][part][0]
+                    for g in range(count):
+                        offset = (start + g) * q_bytes + 4 * LANES * vector
+                        query = _load_floats(b, q, offset)
+                        for i in range(keys):
+                            n, key = g * keys + i, read[i][part][1]
+                            sums[n] = (
+                                b.fmul(key, query)
+                                if sums[n] is None
+                                else _fma(b, key, query, sums[n])
+                            )
+            per_batch = max(1, LANES // keys)
+            for first in range(0, count, per_batch):
+                batch = sums[first * keys : (first + per_batch) * keys]
+                totals = _sum_transposed(b, batch)
+                for g in range(len(batch) // keys):
+                    lanes = range(g * keys, (g + 1) * keys)
+                    block = _shuffle(b, totals, totals, lanes)
+                    offset = b.mul(ir.Constant(_I64, start + first + g), out_bytes)
+                    _store(b, block, out, offset)
+        return context.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(fmt, head_dim, group, *[i64] * 9), codegen
+
+
+@intrinsic(prefer_literal=True)
+def _add_values(
+    typingctx: Any,
+    fmt: Any,
+    head_dim: Any,
+    group: Any,
+    acc: Any,
+    weights: Any,
+    weights_bytes: Any,
+    run_rows: Any,
+    run_lens: Any,
+    num_runs: Any,
+    ahead: Any,
+    row_bytes: Any,
+    scales: Any,
+    scales_bytes: Any,
+):
+    """acc[g] += sum over the tokens of ``num_runs`` runs of weights[g, token] * row(token).
+
+    acc: float32 [group, padded], in read order. A run is rows that lie one after another;
+    weights and scales are indexed by the token's number over all runs. The rows of the run
+    ``ahead`` places further on are asked for, as they will be read soon.
+    """
+    f, dim, num_queries = _literal(fmt), _literal(head_dim), _literal(group)
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        acc, weights, weights_bytes, rows, lens, num_runs, ahead = args[3:10]
+        row_bytes, scales, scales_bytes = args[10:]
+        acc, rows, lens = _pointer(b, acc), _pointer(b, rows), _pointer(b, lens)
+        acc_bytes, width = 4 * padded(f, dim), 2 if f == INT4 else 1
+        zero = ir.Constant(_I64, 0)
+        for start, count in _query_chunks(num_queries):
+            block = max(1, _ACCUMULATORS // (width * (1 << (count - 1).bit_length())))
+            reads = _num_reads(f, dim)
+            for begin in range(0, reads, block):
+                steps = range(begin, min(begin + block, reads))
+                vectors = [width * s + part for s in steps for part in range(width)]
+                places = {
+                    (g, v): cgutils.alloca_once(b, _VF) for g in range(count) for v in vectors
+                }
+                for (g, v), place in places.items():
+                    offset = (start + g) * acc_bytes + 4 * LANES * v
+                    b.store(_load_floats(b, acc, offset), place)
+                token = cgutils.alloca_once_value(b, zero)
+                with cgutils.for_range(b, num_runs) as run:
+                    eight = b.mul(run.index, ir.Constant(_I64, 8))
+                    base, length = _load(b, rows, eight, _I64), _load(b, lens, eight, _I64)
+                    later = b.mul(b.add(run.index, ahead), ir.Constant(_I64, 8))
+                    next_base = _load(b, rows, later, _I64)
+                    first = b.load(token)
+                    with cgutils.for_range(b, length) as loop:
+                        number = b.add(first, loop.index)
+                        row_offset = b.mul(loop.index, row_bytes)
+                        row = _pointer(b, b.add(base, row_offset))
+                        if begin == 0 and start == 0:
+                            next_row = _pointer(b, b.add(next_base, row_offset))
+                            for line in range(-(-_row_bytes(f, dim) // 64)):
+                                _prefetch(b, next_row, 64 * line)
+                        scale = _pointer(b, b.add(scales, b.mul(number, scales_bytes)))
+                        weight = []
+                        for g in range(count):
+                            line = b.mul(ir.Constant(_I64, start + g), weights_bytes)
+                            place = b.add(line, b.mul(number, ir.Constant(_I64, 4)))
+                            w = _load(b, _pointer(b, b.add(weights, place)), 0, _F32)
+                            weight.append(_splat(b, w))
+                        for s in steps:
+                            for v, value in _read(b, f, dim, row, scale, s):
+                                for g in range(count):
+                                    old = b.load(places[g, v])
+                                    b.store(_fma(b, weight[g], value, old), places[g, v])
+                    b.store(b.add(first, length), token)
+                for (g, v), place in places.items():
+                    offset = (start + g) * acc_bytes + 4 * LANES * v
+                    _store(b, b.load(place), acc, offset)
+        return context.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(fmt, head_dim, group, *[i64] * 10), codegen
+
+
+def _pair_pieces(num: int) -> list[tuple[int, int]]:
+    """(first, count) of the int16 vectors that cover ``num`` elements."""
+    return [(i, min(2 * LANES, num - i)) for i in range(0, num, 2 * LANES)]
+
+
+def _multiply_pairs(b: Any, acc: Any, x: Any, y: Any) -> Any:
+    """acc[i] + x[2i] * y[2i] + x[2i + 1] * y[2i + 1]; x, y int16, acc int32."""
+    pairs = ir.VectorType(_I16, 2 * LANES)
+    name = "llvm.x86.avx512.pmaddw.d.512" if _WIDE else "llvm.x86.avx2.pmadd.wd"
+    function = cgutils.get_or_insert_function(b.module, ir.FunctionType(_VI, [pairs, pairs]), name)
+    product = b.call(function, [x, y])
+    return product if acc is None else b.add(acc, product)
+
+
+def _load_bytes(b: Any, pointer: Any, offset: Any, count: int) -> Any:
+    """2 * LANES bytes, of which ``count`` are loaded and the rest are 0."""
+    codes = _load(b, pointer, offset, ir.VectorType(_I8, count))
+    if count < 2 * LANES:
+        zeros = ir.Constant(codes.type, [0] * count)
+        codes = _shuffle(b, codes, zeros, [min(i, count) for i in range(2 * LANES)])
+    return codes
+
+
+@intrinsic(prefer_literal=True)
+def _quantize_query(typingctx: Any, head_dim: Any, source: Any, target: Any):
+    """Turn a float32 row (padded with zeros) into int16 (padded to pairs of vectors); the scale.
+
+    The largest element becomes 32767. A row with NaN or Inf has the scale NaN.
+    """
+    dim = _literal(head_dim)
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        source, target = _pointer(b, args[1]), _pointer(b, args[2])
+        vectors = [_load(b, source, 4 * first, _VF) for first, _ in _pieces(dim)]
+        amax, nothing = _const(0.0), _const(0.0)
+        for x in vectors:
+            amax = _max(b, _call(b, "fabs", _VF, x), amax)
+            nothing = b.fadd(nothing, b.fsub(x, x))
+        largest = b.fadd(_fold(b, amax, _max), _fold(b, nothing, _add))
+        most = ir.Constant(_F32, 32767.0)
+        tiny = b.fcmp_ordered("<", largest, ir.Constant(_F32, MIN_SCALE))
+        factor = _splat(b, b.select(tiny, ir.Constant(_F32, 0.0), b.fdiv(most, largest)))
+        for i in range(2 * len(_pair_pieces(dim))):
+            codes = ir.Constant(ir.VectorType(_I16, LANES), [0] * LANES)
+            if i < len(vectors):
+                rounded = _call(b, "rint", _VF, b.fmul(vectors[i], factor))
+                codes = b.trunc(b.fptosi(rounded, _VI), codes.type)
+            _store(b, codes, target, 2 * LANES * i)
+        return b.fdiv(largest, most)
+
+    return types.float32(head_dim, types.int64, types.int64), codegen
+
+
+@intrinsic(prefer_literal=True)
+def _score_pairs(
+    typingctx: Any,
+    head_dim: Any,
+    group: Any,
+    q: Any,
+    rows: Any,
+    last: Any,
+    ahead: Any,
+    out: Any,
+    out_bytes: Any,
+):
+    """`_score_keys` for int8 rows in integers: exact dot products with int16 queries, as floats."""
+    dim, num_queries = _literal(head_dim), _literal(group)
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        q, base, last, ahead, out, out_bytes = args[2:]
+        q, out, ahead = _pointer(b, q), _pointer(b, out), _pointer(b, ahead)
+        keys, pieces = _keys_per_block(num_queries), _pair_pieces(dim)
+        for line in range(-(-keys * dim // 64)):
+            _prefetch(b, ahead, 64 * line)
+        pointers = []
+        for i in range(keys):
+            index = ir.Constant(_I64, i)
+            index = b.select(b.icmp_signed("<", index, last), index, last) if i else index
+            pointers.append(_pointer(b, b.add(base, b.mul(index, ir.Constant(_I64, dim)))))
+        words = ir.VectorType(_I16, 2 * LANES)
+        for start, count in _query_chunks(num_queries):
+            sums: list[Any] = [None] * (count * keys)
+            for n, (first, size) in enumerate(pieces):
+                stored = [b.sext(_load_bytes(b, p, first, size), words) for p in pointers]
+                for g in range(count):
+                    place = 4 * LANES * ((start + g) * len(pieces) + n)
+                    query = _load(b, q, place, words)
+                    for i in range(keys):
+                        at = g * keys + i
+                        sums[at] = _multiply_pairs(b, sums[at], stored[i], query)
+            per_batch = max(1, LANES // keys)
+            for first in range(0, count, per_batch):
+                batch = sums[first * keys : (first + per_batch) * keys]
+                totals = b.sitofp(_sum_transposed(b, batch), _VF)
+                for g in range(len(batch) // keys):
+                    block = _shuffle(b, totals, totals, range(g * keys, (g + 1) * keys))
+                    _store(b, block, out, b.mul(ir.Constant(_I64, start + first + g), out_bytes))
+        return context.get_dummy_value()
+
+    return types.void(head_dim, group, *[types.int64] * 6), codegen
+
+
+@intrinsic
+def _quantize_weights(typingctx: Any, source: Any, target: Any, factor: Any, num_vectors: Any):
+    """target[:] (int16) = round(source[:] * factor)."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        source, target, factor = _pointer(b, args[0]), _pointer(b, args[1]), _splat(b, args[2])
+        with _each(b, args[3]) as loop:
+            x = _load(b, source, b.mul(loop.index, ir.Constant(_I64, 4 * LANES)), _VF)
+            codes = b.fptosi(_call(b, "rint", _VF, b.fmul(x, factor)), _VI)
+            codes = b.trunc(codes, ir.VectorType(_I16, LANES))
+            _store(b, codes, target, b.mul(loop.index, ir.Constant(_I64, 2 * LANES)))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32, types.int64), codegen
+
+
+@intrinsic(prefer_literal=True)
+def _add_pairs(
+    typingctx: Any,
+    head_dim: Any,
+    group: Any,
+    acc: Any,
+    weights: Any,
+    weights_bytes: Any,
+    run_rows: Any,
+    run_lens: Any,
+    num_runs: Any,
+    ahead: Any,
+):
+    """`_add_values` for int8 rows and int16 weights in integers, two tokens at a time.
+
+    acc: int32 [group, padded to pairs of vectors], columns in the order of `_interleave`.
+    """
+    dim, num_queries = _literal(head_dim), _literal(group)
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        acc, weights, weights_bytes, rows, lens, num_runs, ahead = args[2:]
+        acc, rows, lens = _pointer(b, acc), _pointer(b, rows), _pointer(b, lens)
+        pieces = _pair_pieces(dim)
+        acc_bytes = 8 * LANES * len(pieces)
+        words = ir.VectorType(_I16, 2 * LANES)
+        one, two = ir.Constant(_I64, 1), ir.Constant(_I64, 2)
+
+        def add_tokens(number: Any, row: Any, other: Any, kind: Any, start: int, places: Any):
+            weight = []
+            for g in range(start, start + len({g for g, _ in places})):
+                place = b.add(b.mul(ir.Constant(_I64, g), weights_bytes), b.mul(number, two))
+                w = _load(b, _pointer(b, b.add(weights, place)), 0, kind)
+                w = w if kind == _I32 else b.zext(w, _I32)
+                weight.append(b.bitcast(_splat(b, w), words))
+            for n in sorted({v // 2 for _, v in places}):
+                first, size = pieces[n]
+                x, y = _load_bytes(b, row, first, size), _load_bytes(b, other, first, size)
+                for part in range(2):
+                    both = b.sext(_interleave(b, x, y, part), words)
+                    for g, w in enumerate(weight):
+                        place = places[g, 2 * n + part]
+                        b.store(_multiply_pairs(b, b.load(place), both, w), place)
+
+        for start, count in _query_chunks(num_queries):
+            most = max(1, (24 if _WIDE else 8) // (2 * count))
+            passes = -(-len(pieces) // most)
+            block = -(-len(pieces) // passes)
+            for begin in range(0, len(pieces), block):
+                parts = range(2 * begin, 2 * min(begin + block, len(pieces)))
+                places = {(g, v): cgutils.alloca_once(b, _VI) for g in range(count) for v in parts}
+                for (g, v), place in places.items():
+                    offset = (start + g) * acc_bytes + 4 * LANES * v
+                    b.store(_load(b, acc, offset, _VI), place)
+                token = cgutils.alloca_once_value(b, ir.Constant(_I64, 0))
+                with cgutils.for_range(b, num_runs) as run:
+                    eight = b.mul(run.index, ir.Constant(_I64, 8))
+                    base, length = _load(b, rows, eight, _I64), _load(b, lens, eight, _I64)
+                    later = b.mul(b.add(run.index, ahead), ir.Constant(_I64, 8))
+                    next_base = _load(b, rows, later, _I64)
+                    done = b.load(token)
+                    with cgutils.for_range(b, b.lshr(length, one)) as loop:
+                        i = b.mul(loop.index, two)
+                        offset = b.mul(i, ir.Constant(_I64, dim))
+                        row = _pointer(b, b.add(base, offset))
+                        other = b.gep(row, [ir.Constant(_I64, dim)])
+                        if begin == 0 and start == 0:
+                            next_row = _pointer(b, b.add(next_base, offset))
+                            for line in range(-(-2 * dim // 64)):
+                                _prefetch(b, next_row, 64 * line)
+                        add_tokens(b.add(done, i), row, other, _I32, start, places)
+                    odd = b.icmp_signed("!=", b.and_(length, one), ir.Constant(_I64, 0))
+                    with b.if_then(odd):
+                        i = b.sub(length, one)
+                        row = _pointer(b, b.add(base, b.mul(i, ir.Constant(_I64, dim))))
+                        add_tokens(b.add(done, i), row, row, _I16, start, places)
+                    b.store(b.add(done, length), token)
+                for (g, v), place in places.items():
+                    _store(b, b.load(place), acc, (start + g) * acc_bytes + 4 * LANES * v)
+        return context.get_dummy_value()
+
+    return types.void(head_dim, group, *[types.int64] * 7), codegen
+
+
+def _interleave(b: Any, x: Any, y: Any, part: int) -> Any:
+    """x and y by turns; ``part`` 0 or 1 of each run of 16 bytes, as the hardware does it."""
+    count = x.type.count
+    lanes = [run + 8 * part + i for run in range(0, count, 16) for i in range(8)]
+    return _shuffle(b, x, y, [lane + side for lane in lanes for side in (0, count)])
+
+
+@intrinsic(prefer_literal=True)
+def _finish_pairs(typingctx: Any, head_dim: Any, acc: Any, target: Any, factor: Any):
+    """target[:head_dim] = acc[:] * factor, in natural order."""
+    dim = _literal(head_dim)
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        acc, target, factor = _pointer(b, args[1]), _pointer(b, args[2]), _splat(b, args[3])
+        for n, (start, size) in enumerate(_pair_pieces(dim)):
+            parts = [_load(b, acc, 8 * LANES * n + 4 * LANES * part, _VI) for part in range(2)]
+            # The inverse of `_interleave`: runs of 8 columns, in turn from either part.
+            lanes = [LANES * part + run + i for run in range(0, LANES, 8) for part in range(2)
+                     for i in range(8)]
+            for half in range(2):
+                first = half * LANES
+                count = min(LANES, size - first)
+                if count > 0:
+                    whole = _shuffle(b, *parts, lanes[first : first + LANES])
+                    real = b.fmul(b.sitofp(whole, _VF), factor)
+                    _store(b, _narrow(b, real, count), target, 4 * (start + first))
+        return context.get_dummy_value()
+
+    return types.void(head_dim, types.int64, types.int64, types.float32), codegen
+
+
+@intrinsic(prefer_literal=True)
+def _dequantize_row(typingctx: Any, fmt: Any, head_dim: Any, row: Any, scales: Any, target: Any):
+    """target[:] = the real values of one stored row, natural order; scales: its float32 ones."""
+    f, dim = _literal(fmt), _literal(head_dim)
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        row, scales, target = (_pointer(b, a) for a in args[2:])
+        factor = None if f in (INT4, FLOAT32, FLOAT16, BFLOAT16) else _load(b, scales, 0, _F32)
+        spans = _spans(f, dim)
+        for step in range(_num_reads(f, dim)):
+            for v, value in _read(b, f, dim, row, scales, step):
+                real = value if factor is None else b.fmul(value, _splat(b, factor))
+                first, count = spans[v]
+                _store(b, _narrow(b, real, count), target, 4 * first)
+        return context.get_dummy_value()
+
+    return types.void(fmt, head_dim, types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def _widen_scales(typingctx: Any, source: Any, target: Any, num: Any, factor: Any):
+    """target[:num] (float32) = source[:num] (bfloat16) * factor."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        source, target, num, factor = args
+        source, target = _pointer(b, source), _pointer(b, target)
+        whole = b.sdiv(num, ir.Constant(_I64, LANES))
+        wide = _splat(b, factor)
+        with cgutils.for_range(b, whole) as loop:
+            place = b.mul(loop.index, ir.Constant(_I64, 2 * LANES))
+            codes = b.zext(_load(b, source, place, ir.VectorType(_I16, LANES)), _VI)
+            real = b.bitcast(b.shl(codes, _const(16, _VI)), _VF)
+            _store(b, b.fmul(real, wide), target, b.mul(place, ir.Constant(_I64, 2)))
+        start = b.mul(whole, ir.Constant(_I64, LANES))
+        with cgutils.for_range(b, b.sub(num, start)) as loop:
+            place = b.mul(b.add(start, loop.index), ir.Constant(_I64, 2))
+            code = b.zext(_load(b, source, place, _I16), _I32)
+            real = b.bitcast(b.shl(code, ir.Constant(_I32, 16)), _F32)
+            _store(b, b.fmul(real, factor), target, b.mul(place, ir.Constant(_I64, 2)))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.float32), codegen
+
+
+def _each(b: Any, num_vectors: Any) -> Any:
+    """Loop over vectors; yields the byte offset of each."""
+    return cgutils.for_range(b, num_vectors)
+
+
+@intrinsic
+def _multiply(typingctx: Any, target: Any, source: Any, factor: Any, num_vectors: Any):
+    """target[:] *= source[:] * factor."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        target, source, factor = _pointer(b, args[0]), _pointer(b, args[1]), _splat(b, args[2])
+        with _each(b, args[3]) as loop:
+            at = b.mul(loop.index, ir.Constant(_I64, 4 * LANES))
+            factors = b.fmul(_load(b, source, at, _VF), factor)
+            _store(b, b.fmul(_load(b, target, at, _VF), factors), target, at)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32, types.int64), codegen
+
+
+@intrinsic
+def _scale_add(typingctx: Any, target: Any, old: Any, source: Any, new: Any, num_vectors: Any):
+    """target[:] = target[:] * old + source[:] * new."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        target, source = _pointer(b, args[0]), _pointer(b, args[2])
+        old, new = _splat(b, args[1]), _splat(b, args[3])
+        with _each(b, args[4]) as loop:
+            at = b.mul(loop.index, ir.Constant(_I64, 4 * LANES))
+            kept = b.fmul(_load(b, target, at, _VF), old)
+            _store(b, _fma(b, _load(b, source, at, _VF), new, kept), target, at)
+        return context.get_dummy_value()
+
+    i64, f32 = types.int64, types.float32
+    return types.void(i64, f32, i64, f32, i64), codegen
+
+
+@intrinsic
+def _fill(typingctx: Any, target: Any, value: Any, num_vectors: Any):
+    """target[:] = value."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        target, value = _pointer(b, args[0]), _splat(b, args[1])
+        with _each(b, args[2]) as loop:
+            _store(b, value, target, b.mul(loop.index, ir.Constant(_I64, 4 * LANES)))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32, types.int64), codegen
+
+
+@intrinsic
+def _cap(typingctx: Any, target: Any, cap: Any, num_vectors: Any):
+    """target[:] = cap * tanh(target[:] / cap)."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        target, cap = _pointer(b, args[0]), _splat(b, args[1])
+        twice = b.fdiv(_const(-2.0), cap)
+        with _each(b, args[2]) as loop:
+            at = b.mul(loop.index, ir.Constant(_I64, 4 * LANES))
+            x = _load(b, target, at, _VF)
+            e = _exp(b, b.fmul(_call(b, "fabs", _VF, x), twice))
+            tanh = b.fdiv(b.fsub(_const(1.0), e), b.fadd(_const(1.0), e))
+            size = b.fmul(tanh, cap)
+            signed = b.select(b.fcmp_ordered("<", x, _const(0.0)), b.fneg(size), size)
+            _store(b, signed, target, at)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32, types.int64), codegen
+
+
+@intrinsic
+def _largest(typingctx: Any, source: Any, num_vectors: Any):
+    """The maximum over source[:]."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        source = _pointer(b, args[0])
+        best = cgutils.alloca_once_value(b, _const(-_INF))
+        with _each(b, args[1]) as loop:
+            x = _load(b, source, b.mul(loop.index, ir.Constant(_I64, 4 * LANES)), _VF)
+            b.store(_max(b, x, b.load(best)), best)
+        return _fold(b, b.load(best), _max)
+
+    return types.float32(types.int64, types.int64), codegen
+
+
+@intrinsic
+def _exponentiate(typingctx: Any, target: Any, largest: Any, num_vectors: Any):
+    """target[:] = exp(target[:] - largest); their sum."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        target, largest = _pointer(b, args[0]), _splat(b, args[1])
+        total = cgutils.alloca_once_value(b, _const(0.0))
+        with _each(b, args[2]) as loop:
+            at = b.mul(loop.index, ir.Constant(_I64, 4 * LANES))
+            p = _exp(b, b.fsub(_load(b, target, at, _VF), largest))
+            _store(b, p, target, at)
+            b.store(b.fadd(b.load(total), p), total)
+        return _fold(b, b.load(total), _add)
+
+    return types.float32(types.int64, types.float32, types.int64), codegen
+
+
+@intrinsic
+def _softmax_tile(
+    typingctx: Any,
+    scores: Any,
+    row_bytes: Any,
+    num_keys: Any,
+    key_pos: Any,
+    query_pos: Any,
+    window: Any,
+    stats: Any,
+    stats_bytes: Any,
+):
+    """Online softmax of LANES queries over a tile of keys; scores [num_keys, queries] in place.
+
+    query_pos: int32 [LANES]. stats: float32 rows m, l, alpha; m and l are updated, alpha is the
+    factor on what was summed before.
+    """
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        scores, row_bytes, num_keys, key_pos, query_pos, window, stats, stats_bytes = args
+        scores, stats = _pointer(b, scores), _pointer(b, stats)
+        last = _load(b, _pointer(b, query_pos), 0, _VI)
+        first = b.sub(last, _splat(b, b.trunc(window, _I32)))
+        best = cgutils.alloca_once_value(b, _const(-_INF))
+        with cgutils.for_range(b, num_keys) as loop:
+            at = b.mul(loop.index, row_bytes)
+            here = _splat(b, b.trunc(b.add(key_pos, loop.index), _I32))
+            seen = b.and_(b.icmp_signed("<=", here, last), b.icmp_signed(">", here, first))
+            s = b.select(seen, _load(b, scores, at, _VF), _const(-_INF))
+            _store(b, s, scores, at)
+            b.store(_max(b, s, b.load(best)), best)
+        m_old = _load(b, stats, 0, _VF)
+        m = _max(b, m_old, b.load(best))
+        safe = b.select(b.fcmp_ordered("==", m, _const(-_INF)), _const(0.0), m)
+        total = cgutils.alloca_once_value(b, _const(0.0))
+        with cgutils.for_range(b, num_keys) as loop:
+            at = b.mul(loop.index, row_bytes)
+            p = _exp(b, b.fsub(_load(b, scores, at, _VF), safe))
+            _store(b, p, scores, at)
+            b.store(b.fadd(b.load(total), p), total)
+        alpha = _exp(b, b.fsub(m_old, safe))
+        _store(b, m, stats, 0)
+        l = _load(b, stats, stats_bytes, _VF)
+        _store(b, _fma(b, l, alpha, b.load(total)), stats, stats_bytes)
+        _store(b, alpha, stats, b.mul(stats_bytes, ir.Constant(_I64, 2)))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 8), codegen
+
+
+@intrinsic(prefer_literal=True)
+def _product(
+    typingctx: Any,
+    accumulate: Any,
+    num_m: Any,
+    num_vectors: Any,
+    num_k: Any,
+    a: Any,
+    a_m: Any,
+    a_k: Any,
+    b_rows: Any,
+    b_k: Any,
+    c: Any,
+    c_m: Any,
+):
+    """c[m, n] (+)= sum over k of a[m, k] * b_rows[k, n], float32.
+
+    num_m is a multiple of _TILE_M; n runs over num_vectors vectors. a_m, a_k, b_k and c_m are
+    the strides in bytes. Each element is one chain of fused multiply-adds over k, so it does
+    not depend on where it lies in the tile.
+    """
+    adds = bool(_literal(accumulate))
+
+    def codegen(context: Any, bld: Any, sig: Any, args: Any) -> Any:
+        num_m, num_vectors, num_k, a, a_m, a_k, b_rows, b_k, c, c_m = args[1:]
+        blocks_m = bld.sdiv(num_m, ir.Constant(_I64, _TILE_M))
+
+        def tile(column: Any, width: int) -> None:
+            offset = bld.mul(column, ir.Constant(_I64, 4 * LANES))
+            b_base, c_base = bld.add(b_rows, offset), bld.add(c, offset)
+            with cgutils.for_range(bld, blocks_m) as block:
+                first = bld.mul(block.index, ir.Constant(_I64, _TILE_M))
+                a_rows, c_rows = [], []
+                for i in range(_TILE_M):
+                    m = bld.add(first, ir.Constant(_I64, i))
+                    a_rows.append(_pointer(bld, bld.add(a, bld.mul(m, a_m))))
+                    c_rows.append(_pointer(bld, bld.add(c_base, bld.mul(m, c_m))))
+                places = {
+                    (i, n): cgutils.alloca_once(bld, _VF)
+                    for i in range(_TILE_M)
+                    for n in range(width)
+                }
+                for (i, n), place in places.items():
+                    old = _load(bld, c_rows[i], 4 * LANES * n, _VF) if adds else _const(0.0)
+                    bld.store(old, place)
+                with cgutils.for_range(bld, num_k) as loop:
+                    b_row = _pointer(bld, bld.add(b_base, bld.mul(loop.index, b_k)))
+                    values = [_load(bld, b_row, 4 * LANES * n, _VF) for n in range(width)]
+                    a_offset = bld.mul(loop.index, a_k)
+                    for i in range(_TILE_M):
+                        factor = _splat(bld, _load(bld, a_rows[i], a_offset, _F32))
+                        for n in range(width):
+                            old = bld.load(places[i, n])
+                            bld.store(_fma(bld, factor, values[n], old), places[i, n])
+                for (i, n), place in places.items():
+                    _store(bld, bld.load(place), c_rows[i], 4 * LANES * n)
+
+        pairs = bld.sdiv(num_vectors, ir.Constant(_I64, 2))
+        with cgutils.for_range(bld, pairs) as loop:
+            tile(bld.mul(loop.index, ir.Constant(_I64, 2)), 2)
+        done = bld.mul(pairs, ir.Constant(_I64, 2))
+        with cgutils.for_range(bld, bld.sub(num_vectors, done)) as loop:
+            tile(bld.add(done, loop.index), 1)
+        return context.get_dummy_value()
+
+    return types.void(accumulate, *[types.int64] * 10), codegen
+
+
+@intrinsic(prefer_literal=True)
+def _count_non_finite(typingctx: Any, head_dim: Any, row: Any):
+    """1 if any element of a float32 row is NaN or Inf, else 0."""
+    dim = _literal(head_dim)
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        row = _pointer(b, args[1])
+        zeros = None
+        for first, count in _pieces(dim):  # x - x is 0 for finite x, NaN for NaN and Inf
+            x = _load_floats(b, row, 4 * first, count)
+            nothing = b.fsub(x, x)
+            zeros = nothing if zeros is None else b.fadd(zeros, nothing)
+        bad = b.fcmp_unordered("uno", _fold(b, zeros, _add), ir.Constant(_F32, 0.0))
+        return b.zext(bad, _I64)
+
+    return types.int64(head_dim, types.int64), codegen
+
+
+def _encode_fp8(b: Any, fmt: int, x: Any) -> Any:
+    """float32 (clamped to the format's range) to 8-bit floats, half to even."""
+    bias, mantissa = (7, 3) if fmt == FP8 else (15, 2)
+    bits = b.bitcast(x, _VI)
+    sign = b.and_(bits, _const(-(2**31), _VI))
+    size = b.xor(bits, sign)
+    # Adding a power of two whose last place is the smallest subnormal rounds to it.
+    magic = (127 - bias + 23 - mantissa + 1) << 23
+    tiny = b.fadd(b.bitcast(size, _VF), b.bitcast(_const(magic, _VI), _VF))
+    tiny = b.sub(b.bitcast(tiny, _VI), _const(magic, _VI))
+    cut = 23 - mantissa
+    odd = b.and_(b.lshr(size, _const(cut, _VI)), _const(1, _VI))
+    shift = ((bias - 127) << 23) + (1 << (cut - 1)) - 1
+    normal = b.lshr(b.add(b.add(size, _const(shift, _VI)), odd), _const(cut, _VI))
+    small = b.icmp_unsigned("<", size, _const((127 - bias + 1) << 23, _VI))
+    code = b.select(small, tiny, normal)
+    return b.trunc(b.or_(code, b.lshr(sign, _const(24, _VI))), ir.VectorType(_I8, LANES))
+
+
+def _scalar_bf16(b: Any, value: Any) -> tuple[Any, Any]:
+    """A float rounded to bfloat16: its bits (i16) and its value (float)."""
+    bits = _round_to_bf16(b, b.bitcast(value, _I32))
+    return b.trunc(bits, _I16), b.bitcast(b.shl(bits, ir.Constant(_I32, 16)), _F32)
+
+
+def _scale_of(b: Any, span: Any, largest: float) -> tuple[Any, Any]:
+    scale = b.fdiv(span, ir.Constant(_F32, largest))
+    least = ir.Constant(_F32, MIN_SCALE)
+    return _scalar_bf16(b, b.select(b.fcmp_ordered(">", scale, least), scale, least))
+
+
+@intrinsic(prefer_literal=True)
+def _encode_row(
+    typingctx: Any, fmt: Any, head_dim: Any, source: Any, rotate: Any, codes: Any, scales: Any
+):
+    """Rotate (if asked) and quantize one finite float32 row into its slot."""
+    f, dim = _literal(fmt), _literal(head_dim)
+
+    def emit(b: Any, vectors: list[Any], codes: Any, scales: Any) -> None:
+        pieces = _pieces(dim)
+        if f == INT4:
+            _encode_int4(b, dim, vectors, codes, scales)
+            return
+        if f in (FLOAT32, FLOAT16, BFLOAT16):
+            for (first, count), x in zip(pieces, vectors, strict=True):
+                if f == FLOAT16:
+                    x = b.fptrunc(x, ir.VectorType(_F16, LANES))
+                elif f == BFLOAT16:
+                    x = _round_to_bf16(b, b.bitcast(x, _VI))
+                    x = b.trunc(x, ir.VectorType(_I16, LANES))
+                _store(b, _narrow(b, x, count), codes, first * CODE_BITS[f] // 8)
+            return
+        largest = LARGEST_CODE[f]
+        amax = None
+        for x in vectors:
+            size = _call(b, "fabs", _VF, x)
+            amax = size if amax is None else _max(b, size, amax)
+        bits, scale = _scale_of(b, _fold(b, amax, _max), largest)
+        _store(b, bits, scales, 0)
+        divisor = _splat(b, scale)
+        for (first, count), x in zip(pieces, vectors, strict=True):
+            y = b.fdiv(x, divisor)
+            if f == INT8:
+                y = _call(b, "rint", _VF, y)
+            y = _max(b, _min(b, y, _const(largest)), _const(-largest))
+            if f == INT8:
+                code = b.trunc(b.fptosi(y, _VI), ir.VectorType(_I8, LANES))
+            else:
+                code = _encode_fp8(b, f, y)
+            _store(b, _narrow(b, code, count), codes, first)
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        source, codes, scales = _pointer(b, args[2]), _pointer(b, args[4]), _pointer(b, args[5])
+        vectors = [_load_floats(b, source, 4 * first, count) for first, count in _pieces(dim)]
+        with b.if_else(b.icmp_signed("!=", args[3], ir.Constant(_I64, 0))) as (then, otherwise):
+            with then:
+                emit(b, _rotate_vectors(b, vectors, dim), codes, scales)
+            with otherwise:
+                emit(b, vectors, codes, scales)
+        return context.get_dummy_value()
+
+    return types.void(fmt, head_dim, *[types.int64] * 4), codegen
+
+
+def _encode_int4(b: Any, dim: int, vectors: list[Any], codes: Any, scales: Any) -> None:
+    size, half = int4_group_size(dim), dim // 2
+    steps, zeros = {}, {}
+    for group in range(dim // size):
+        low, high = _const(_INF), _const(-_INF)
+        for (first, count), x in zip(_pieces(dim), vectors, strict=True):
+            inside = [(first + i) // size == group and i < count for i in range(LANES)]
+            if any(inside):
+                lanes = ir.Constant(ir.VectorType(_I1, LANES), [int(i) for i in inside])
+                low = _min(b, b.select(lanes, x, low), low)
+                high = _max(b, b.select(lanes, x, high), high)
+        least, most = _fold(b, low, _min), _fold(b, high, _max)
+        margin = b.fmul(_call(b, "fabs", _F32, least), ir.Constant(_F32, 2.0**-8))
+        zero_bits, zeros[group] = _scalar_bf16(b, b.fsub(least, margin))
+        scale_bits, steps[group] = _scale_of(b, b.fsub(most, zeros[group]), 15.0)
+        _store(b, scale_bits, scales, 4 * group)
+        _store(b, zero_bits, scales, 4 * group + 2)
+    row = b.bitcast(
+        cgutils.alloca_once(b, ir.ArrayType(_I8, dim + LANES)), _I8.as_pointer()
+    )
+    for (first, count), x in zip(_pieces(dim), vectors, strict=True):
+        zero = _by_group(b, first, count, size, zeros.__getitem__)
+        step = _by_group(b, first, count, size, steps.__getitem__)
+        y = _call(b, "rint", _VF, b.fdiv(b.fsub(x, zero), step))
+        y = _max(b, _min(b, y, _const(15.0)), _const(0.0))
+        _store(b, b.trunc(b.fptosi(y, _VI), ir.VectorType(_I8, LANES)), row, first)
+    for first, count in _pieces(half):
+        kind = ir.VectorType(_I8, count)
+        low, high = _load(b, row, first, kind), _load(b, row, half + first, kind)
+        _store(b, b.or_(low, b.shl(high, _const(4, kind))), codes, first)
+
+
+# ---------------------------------------------------------------- kernels
+
+
+@njit(error_model="numpy")
+def _merge(partials, row_bytes, num, dim_vectors, sink, target):  # type: ignore[no-untyped-def]
+    """Merge the partial results of one query row into target[:]; 1 / sum of weights.
+
+    A partial is float32 [LANES + padded]: the largest score, the sum of exp, then the sums.
+    """
+    largest = sink
+    for i in range(num):
+        largest = max(largest, _get_f32(partials + i * row_bytes, 0))
+    total = np.float32(0.0)
+    if sink > -np.inf:
+        total = np.float32(math.exp(sink - largest))
+    _fill(target, np.float32(0.0), dim_vectors)
+    for i in range(num):
+        row = partials + i * row_bytes
+        m = _get_f32(row, 0)
+        if m > -np.inf:
+            w = np.float32(math.exp(m - largest))
+            total += w * _get_f32(row, 1)
+            _scale_add(target, np.float32(1.0), row + 4 * LANES, w, dim_vectors)
+    return np.float32(1.0) / total
+
+
+def in_pairs(fmt: int, head_dim: int) -> bool:
+    """Whether decode reads rows of this format in integers, without making floats of them.
+
+    The query row (and the weights of a split) become int16 with one scale, 2**-16 of the largest
+    at most away from the real ones: far below int8's own 2**-8.
+    """
+    return _PAIRS and fmt == INT8 and head_dim <= _MAX_PAIR_DIM
+
+
+def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> Any:
+    """The kernel for sequences with one new token and ``group`` query heads a KV head."""
+    block = _keys_per_block(group)
+    k_scales, v_scales = num_scales(k_fmt, k_dim), num_scales(v_fmt, v_dim)
+    k_row, v_row = _row_bytes(k_fmt, k_dim), _row_bytes(v_fmt, v_dim)
+    k_width, v_width = 4 * padded(k_fmt, k_dim), 4 * padded(v_fmt, v_dim)
+    natural = 4 * LANES * len(_pieces(max(k_dim, v_dim)))
+    out_vectors = len(_pieces(v_dim))
+    partial_bytes = 4 * LANES * (1 + out_vectors)
+    line = 4 * (SPLIT + 4 * LANES)  # a row of scores; a block may end beyond the split
+    k_factor, v_factor = _factor(k_fmt), _factor(v_fmt)
+    k_one, v_one = k_fmt in LARGEST_CODE, v_fmt in LARGEST_CODE
+    lanes = LANES
+    split_tokens = SPLIT
+    first_counter = COUNTERS
+    most_ahead, chunk_tokens = PREFETCH_TOKENS, CHUNK
+    k_pairs, v_pairs = in_pairs(k_fmt, k_dim), in_pairs(v_fmt, v_dim)
+    q16_width = 4 * LANES * len(_pair_pieces(k_dim))
+    acc32_width = 8 * LANES * len(_pair_pieces(v_dim))
+
+    def decode(pointer):  # type: ignore[no-untyped-def]
+        args = carray(pointer, 1)[0]
+        memory = args.scratch + _fetch_add(args.counters, 0) * args.scratch_bytes
+        row_floats = memory
+        q = row_floats + natural
+        acc = q + group * k_width
+        scores = acc + group * max(v_width, acc32_width)
+        k_factors = scores + group * line
+        v_factors = k_factors + max(1, k_scales) * line
+        k_runs = v_factors + max(1, v_scales) * line
+        v_runs = k_runs + 8 * (split_tokens + most_ahead)
+        lens = v_runs + 8 * (split_tokens + most_ahead)
+        q_scales = lens + 8 * (split_tokens + most_ahead)
+        weights = q_scales + 4 * lanes * ((group + lanes - 1) // lanes)
+        weights_line = 2 * (split_tokens + lanes)
+        page_size = args.page_size
+        ahead = max(1, most_ahead // page_size)
+        runs_per_chunk = max(1, chunk_tokens // page_size)
+        while True:
+            number = _fetch_add(args.counters, 1)
+            if number >= args.num_tasks * args.num_kv_heads:
+                break
+            task, head = number // args.num_kv_heads, number % args.num_kv_heads
+            seq = np.int64(_get_i32(args.tasks, 5 * task))
+            split = np.int64(_get_i32(args.tasks, 5 * task + 2))
+            num_splits = np.int64(_get_i32(args.tasks, 5 * task + 3))
+            first_partial = np.int64(_get_i32(args.tasks, 5 * task + 4))
+            seq_len = np.int64(_get_i32(args.seq_lens, seq))
+            token = np.int64(_get_i32(args.cu_seqlens_q, seq))
+            start, end = split * split_tokens, min((split + 1) * split_tokens, seq_len)
+            if args.window > 0:
+                start = max(start, seq_len - args.window)
+            # Rows that lie one after another (a page's) are a run.
+            num_runs, t = 0, start
+            while t < end:
+                page = np.int64(_get_i32(args.page_table, seq * args.table_row + t // page_size))
+                if page < 0 or page >= args.num_pages:
+                    _put_i64(args.counters, 2, page + (1 if page >= 0 else 0))
+                    page = 0
+                offset = t % page_size
+                length = min(page_size - offset, end - t)
+                _put_i64(k_runs, num_runs, page * args.k_page + head * args.k_head
+                         + args.k_pages + offset * k_row)
+                _put_i64(v_runs, num_runs, page * args.v_page + head * args.v_head
+                         + args.v_pages + offset * v_row)
+                _put_i64(lens, num_runs, length)
+                if k_scales > 0:
+                    _widen_scales(
+                        args.k_scale + page * args.ks_page + head * args.ks_head
+                        + 2 * k_scales * offset,
+                        k_factors + 4 * k_scales * (t - start),
+                        length * k_scales, np.float32(k_factor))
+                if v_scales > 0:
+                    _widen_scales(
+                        args.v_scale + page * args.vs_page + head * args.vs_head
+                        + 2 * v_scales * offset,
+                        v_factors + 4 * v_scales * (t - start),
+                        length * v_scales, np.float32(v_factor))
+                num_runs += 1
+                t += length
+            for run in range(ahead):
+                _put_i64(k_runs, num_runs + run, _get_i64(v_runs, min(run, max(0, num_runs - 1))))
+            for run in range(ahead):
+                _put_i64(v_runs, num_runs + run, _get_i64(v_runs, max(0, num_runs - 1)))
+            num = max(end - start, 0)
+            for g in range(group):
+                q_head = head * group + g
+                _load_query(k_dim, args.q + 4 * (token * args.q_token + q_head * args.q_head),
+                            row_floats, args.scale, args.rotate_k)
+                if k_pairs:
+                    _put_f32(q_scales, g, _quantize_query(k_dim, row_floats, q + g * q16_width))
+                else:
+                    _put_f32(q_scales, g, np.float32(1.0))
+                    _to_read_order(k_fmt, k_dim, row_floats, q + g * k_width)
+            done = 0
+            for run in range(num_runs):
+                rows, length = _get_i64(k_runs, run), _get_i64(lens, run)
+                later = _get_i64(k_runs, run + ahead)
+                i = 0
+                while i < length:
+                    if k_pairs:
+                        _score_pairs(k_dim, group, q, rows + i * k_row, length - 1 - i,
+                                     later + i * k_row, scores + 4 * (done + i), line)
+                    else:
+                        _score_keys(k_fmt, k_dim, group, q, rows + i * k_row, k_row,
+                                    k_factors + 4 * k_scales * (done + i), 4 * k_scales,
+                                    length - 1 - i, later + i * k_row, scores + 4 * (done + i),
+                                    line)
+                    i += block
+                done += length
+            num_vectors = (num + lanes - 1) // lanes
+            for i in range(num, num_vectors * lanes):
+                if k_one:
+                    _put_f32(k_factors, i, np.float32(0.0))
+                if v_one:
+                    _put_f32(v_factors, i, np.float32(0.0))
+                for g in range(group):
+                    _put_f32(scores + g * line, i, np.float32(0.0))
+            _fill(acc, np.float32(0.0), group * max(v_width, acc32_width) // (4 * lanes))
+            for g in range(group):
+                q_head = head * group + g
+                mine = scores + g * line
+                if k_one:
+                    _multiply(mine, k_factors, _get_f32(q_scales, g), num_vectors)
+                if args.softcap > 0:
+                    _cap(mine, args.softcap, num_vectors)
+                if args.slopes != 0:
+                    slope = _get_f32(args.slopes, q_head)
+                    for i in range(num):
+                        bias = slope * np.float32(start + i - (seq_len - 1))
+                        _put_f32(mine, i, _get_f32(mine, i) + bias)
+                for i in range(num, num_vectors * lanes):
+                    _put_f32(mine, i, np.float32(-np.inf))
+                largest = _largest(mine, num_vectors)
+                total = np.float32(0.0)
+                if num > 0:
+                    total = _exponentiate(mine, largest, num_vectors)
+                if v_one:
+                    _multiply(mine, v_factors, np.float32(1.0), num_vectors)
+                if v_pairs:
+                    heaviest = _largest(mine, num_vectors)
+                    factor = np.float32(0.0)
+                    if heaviest > 0:
+                        factor = np.float32(32767.0) / heaviest
+                    _quantize_weights(mine, weights + g * weights_line, factor, num_vectors)
+                    # The scores are spent; their row keeps what the integers are to be worth.
+                    _put_f32(mine, 0, heaviest / np.float32(32767.0))
+                partial = args.partials + partial_bytes * (
+                    (head * group + g) * args.num_partials + first_partial + split)
+                _put_f32(partial, 0, largest)
+                _put_f32(partial, 1, total)
+            # Chunk by chunk, so that the passes over the columns of a chunk find it in cache.
+            run, done = 0, 0
+            while run < num_runs:
+                count = min(runs_per_chunk, num_runs - run)
+                if v_pairs:
+                    _add_pairs(v_dim, group, acc, weights + 2 * done, weights_line,
+                               v_runs + 8 * run, lens + 8 * run, count, ahead)
+                else:
+                    _add_values(v_fmt, v_dim, group, acc, scores + 4 * done, line,
+                                v_runs + 8 * run, lens + 8 * run, count, ahead, v_row,
+                                v_factors + 4 * v_scales * done, 4 * v_scales)
+                for i in range(run, run + count):
+                    done += _get_i64(lens, i)
+                run += count
+            for g in range(group):
+                partial = args.partials + partial_bytes * (
+                    (head * group + g) * args.num_partials + first_partial + split)
+                if v_pairs:
+                    _finish_pairs(v_dim, acc + g * acc32_width, partial + 4 * lanes,
+                                  _get_f32(scores + g * line, 0))
+                else:
+                    _to_natural_order(v_fmt, v_dim, acc + g * v_width, partial + 4 * lanes)
+            # Whoever finishes the last split of this row merges them, in their order.
+            counter = first_counter + first_partial * args.num_kv_heads + head
+            if _fetch_add(args.counters, counter) == num_splits - 1:
+                for g in range(group):
+                    q_head = head * group + g
+                    sink = np.float32(-np.inf)
+                    if args.sinks != 0:
+                        sink = _get_f32(args.sinks, q_head)
+                    partial = args.partials + partial_bytes * (
+                        q_head * args.num_partials + first_partial)
+                    factor = _merge(partial, partial_bytes, num_splits, out_vectors, sink,
+                                    row_floats)
+                    _store_row(v_dim, row_floats, args.out + 4 * (
+                        token * args.out_token + q_head * args.out_head), factor, args.rotate_v)
+
+    return cfunc(_SIGNATURE, cache=True, error_model="numpy")(decode)
+
+
+def decode_scratch_bytes(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> int:
+    """Bytes of scratch that each thread of the decode kernel needs."""
+    line = 4 * (SPLIT + 4 * LANES)
+    rows = group + max(1, num_scales(k_fmt, k_dim)) + max(1, num_scales(v_fmt, v_dim))
+    v_width = max(padded(v_fmt, v_dim), 2 * LANES * len(_pair_pieces(v_dim)))
+    widths = group * (4 * (padded(k_fmt, k_dim) + v_width) + 2 * (SPLIT + LANES))
+    widths += 4 * LANES * -(-group // LANES)
+    natural = 4 * LANES * len(_pieces(max(k_dim, v_dim)))
+    return -(-(natural + widths + rows * line + 24 * (SPLIT + PREFETCH_TOKENS)) // 64) * 64
+
+
+def make_extend(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
+    """The kernel for sequences with several new tokens, or with many query heads a KV head."""
+    k_scales, v_scales = num_scales(k_fmt, k_dim), num_scales(v_fmt, v_dim)
+    k_row, v_row = _row_bytes(k_fmt, k_dim), _row_bytes(v_fmt, v_dim)
+    k_vectors, v_vectors = len(_pieces(k_dim)), len(_pieces(v_dim))
+    k_width, v_width = 4 * LANES * k_vectors, 4 * LANES * v_vectors
+    partial_bytes = 4 * LANES + v_width
+    k_factor, v_factor = _factor(k_fmt), _factor(v_fmt)
+    lanes, tile_m, tile = LANES, _TILE_M, TILE
+    split_tokens, first_counter = EXTEND_SPLIT, COUNTERS
+    tile_rows = TILE_ROWS
+
+    def extend(pointer):  # type: ignore[no-untyped-def]
+        args = carray(pointer, 1)[0]
+        memory = args.scratch + _fetch_add(args.counters, 0) * args.scratch_bytes
+        group, page_size = args.group, args.page_size
+        queries = max(1, tile_rows // group)
+        most_rows = (queries * group + lanes - 1) // lanes * lanes
+        q = memory
+        acc = q + 4 * k_dim * most_rows
+        scores = acc + v_width * most_rows
+        stats = scores + 4 * tile * most_rows
+        query_pos = stats + 12 * most_rows
+        k_tile = query_pos + 4 * most_rows
+        v_tile = k_tile + tile * k_width
+        factors = v_tile + tile * v_width
+        row_floats = factors + 4 * 2 * (tile + 64) * max(1, k_scales, v_scales)
+        while True:
+            number = _fetch_add(args.counters, 1)
+            if number >= args.num_tasks * args.num_kv_heads:
+                break
+            # The last tiles read most: taken first, they leave no thread behind at the end.
+            task = args.num_tasks - 1 - number // args.num_kv_heads
+            head = number % args.num_kv_heads
+            seq = np.int64(_get_i32(args.tasks, 5 * task))
+            first_query = np.int64(_get_i32(args.tasks, 5 * task + 1))
+            split = np.int64(_get_i32(args.tasks, 5 * task + 2))
+            num_splits = np.int64(_get_i32(args.tasks, 5 * task + 3))
+            first_partial = np.int64(_get_i32(args.tasks, 5 * task + 4))
+            seq_len = np.int64(_get_i32(args.seq_lens, seq))
+            begin = np.int64(_get_i32(args.cu_seqlens_q, seq))
+            query_len = np.int64(_get_i32(args.cu_seqlens_q, seq + 1)) - begin
+            num_queries = min(queries, query_len - first_query)
+            num_rows = num_queries * group
+            row_vectors = (num_rows + lanes - 1) // lanes
+            rows = row_vectors * lanes
+            first_pos = seq_len - query_len + first_query
+            # Queries lie transposed, [head_dim, rows]: a score tile is K times that.
+            for r in range(num_rows):
+                query, g = r // group, r % group
+                _load_query(
+                    k_dim,
+                    args.q + 4 * ((begin + first_query + query) * args.q_token
+                                  + (head * group + g) * args.q_head),
+                    row_floats, args.scale, args.rotate_k)
+                for e in range(k_dim):
+                    _put_f32(q, e * rows + r, _get_f32(row_floats, e))
+                _put_i32(query_pos, r, np.int32(first_pos + query))
+            for r in range(num_rows, rows):
+                for e in range(k_dim):
+                    _put_f32(q, e * rows + r, np.float32(0.0))
+                _put_i32(query_pos, r, np.int32(-1))
+            _fill(stats, np.float32(-np.inf), row_vectors)
+            _fill(stats + 4 * rows, np.float32(0.0), row_vectors)
+            _fill(acc, np.float32(0.0), rows * v_vectors)
+            window = args.window if args.window > 0 else np.int64(1 << 30)
+            end = first_pos + num_queries
+            start = max(np.int64(0), first_pos + 1 - window) // tile * tile
+            if num_splits > 1:
+                start = max(start, split * split_tokens)
+                end = min(end, (split + 1) * split_tokens)
+            t = start
+            while t < end:
+                num = min(tile, end - t)
+                i = np.int64(0)
+                while i < num:
+                    page = np.int64(_get_i32(args.page_table,
+                                             seq * args.table_row + (t + i) // page_size))
+                    if page < 0 or page >= args.num_pages:
+                        _put_i64(args.counters, 2, page + (1 if page >= 0 else 0))
+                        page = 0
+                    offset = (t + i) % page_size
+                    length = min(page_size - offset, num - i)
+                    if k_scales > 0:
+                        _widen_scales(
+                            args.k_scale + page * args.ks_page + head * args.ks_head
+                            + 2 * k_scales * offset, factors, length * k_scales,
+                            np.float32(k_factor))
+                    from_row = (args.k_pages + page * args.k_page + head * args.k_head
+                                + offset * k_row)
+                    for j in range(length):
+                        _dequantize_row(k_fmt, k_dim, from_row + j * k_row,
+                                        factors + 4 * k_scales * j, k_tile + (i + j) * k_width)
+                    if v_scales > 0:
+                        _widen_scales(
+                            args.v_scale + page * args.vs_page + head * args.vs_head
+                            + 2 * v_scales * offset, factors, length * v_scales,
+                            np.float32(v_factor))
+                    from_row = (args.v_pages + page * args.v_page + head * args.v_head
+                                + offset * v_row)
+                    for j in range(length):
+                        _dequantize_row(v_fmt, v_dim, from_row + j * v_row,
+                                        factors + 4 * v_scales * j, v_tile + (i + j) * v_width)
+                    i += length
+                keys = (num + tile_m - 1) // tile_m * tile_m
+                _product(0, keys, row_vectors, k_dim, k_tile, k_width, 4, q, 4 * rows,
+                         scores, 4 * rows)
+                if args.softcap > 0:
+                    _cap(scores, args.softcap, num * row_vectors)
+                if args.slopes != 0:
+                    for i in range(num):
+                        for r in range(num_rows):
+                            bias = _get_f32(args.slopes, head * group + r % group) * np.float32(
+                                t + i - _get_i32(query_pos, r))
+                            at = i * rows + r
+                            _put_f32(scores, at, _get_f32(scores, at) + bias)
+                for v in range(row_vectors):
+                    _softmax_tile(scores + 4 * lanes * v, 4 * rows, num, t,
+                                  query_pos + 4 * lanes * v, window, stats + 4 * lanes * v,
+                                  4 * rows)
+                for r in range(num_rows):
+                    alpha = _get_f32(stats, 2 * rows + r)
+                    if alpha != np.float32(1.0):
+                        mine = acc + r * v_width
+                        _scale_add(mine, alpha, mine, np.float32(0.0), v_vectors)
+                _product(1, (num_rows + tile_m - 1) // tile_m * tile_m, v_vectors, num, scores,
+                         4, 4 * rows, v_tile, v_width, acc, v_width)
+                t += tile
+            for r in range(num_rows):
+                query, q_head = r // group, head * group + r % group
+                partial = acc + r * v_width
+                m, total = _get_f32(stats, r), _get_f32(stats, rows + r)
+                if num_splits > 1:
+                    partial = args.partials + partial_bytes * (
+                        (head * most_rows + r) * args.num_partials + first_partial + split)
+                    _put_f32(partial, 0, m)
+                    _put_f32(partial, 1, total)
+                    _fill(partial + 4 * lanes, np.float32(0.0), v_vectors)
+                    _scale_add(partial + 4 * lanes, np.float32(0.0), acc + r * v_width,
+                               np.float32(1.0), v_vectors)
+                else:
+                    sink = np.float32(-np.inf)
+                    if args.sinks != 0:
+                        sink = _get_f32(args.sinks, q_head)
+                    largest = max(m, sink)
+                    w = np.float32(math.exp(m - largest))
+                    total = total * w
+                    if args.sinks != 0:
+                        total += np.float32(math.exp(sink - largest))
+                    _store_row(v_dim, partial, args.out + 4 * (
+                        (begin + first_query + query) * args.out_token
+                        + q_head * args.out_head), w / total, args.rotate_v)
+            if num_splits > 1:
+                counter = first_counter + first_partial * args.num_kv_heads + head
+                if _fetch_add(args.counters, counter) == num_splits - 1:
+                    for r in range(num_rows):
+                        query, q_head = r // group, head * group + r % group
+                        sink = np.float32(-np.inf)
+                        if args.sinks != 0:
+                            sink = _get_f32(args.sinks, q_head)
+                        partial = args.partials + partial_bytes * (
+                            (head * most_rows + r) * args.num_partials + first_partial)
+                        factor = _merge(partial, partial_bytes, num_splits, v_vectors, sink,
+                                        row_floats)
+                        _store_row(v_dim, row_floats, args.out + 4 * (
+                            (begin + first_query + query) * args.out_token
+                            + q_head * args.out_head), factor, args.rotate_v)
+
+    return cfunc(_SIGNATURE, cache=True, error_model="numpy")(extend)
+
+
+def extend_rows(group: int) -> int:
+    """Query rows of an extend task, padded to whole vectors."""
+    return -(-max(1, TILE_ROWS // group) * group // LANES) * LANES
+
+
+def extend_scratch_bytes(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> int:
+    """Bytes of scratch that each thread of the extend kernel needs."""
+    rows = extend_rows(group)
+    k_width, v_width = (4 * LANES * len(_pieces(d)) for d in (k_dim, v_dim))
+    scales = max(1, num_scales(k_fmt, k_dim), num_scales(v_fmt, v_dim))
+    total = rows * (4 * k_dim + v_width + 4 * TILE + 16) + TILE * (k_width + v_width)
+    total += 8 * (TILE + 64) * scales + max(k_width, v_width)
+    return -(-total // 64) * 64
+
+
+def partial_floats(v_dim: int) -> int:
+    """Floats of one partial result: largest score, sum of exp, the weighted sum of rows."""
+    return LANES * (1 + len(_pieces(v_dim)))
+
+
+def make_check(dim: int) -> Any:
+    """The kernel that counts rows with NaN or Inf, and finds slots that do not exist."""
+
+    def check(pointer):  # type: ignore[no-untyped-def]
+        args = carray(pointer, 1)[0]
+        num_slots = args.num_pages * args.page_size
+        while True:
+            task = _fetch_add(args.counters, 1)
+            if task >= args.num_tasks:
+                break
+            bad = np.int64(0)
+            for token in range(64 * task, min(64 * task + 64, args.num_tokens)):
+                slot = _get_i64(args.slots, token)
+                if slot < 0 or slot >= num_slots:
+                    _put_i64(args.counters, 2, slot + (1 if slot >= 0 else 0))
+                for head in range(args.num_kv_heads):
+                    row = args.q + 4 * (token * args.q_token + head * args.q_head)
+                    bad += _count_non_finite(dim, row)
+            if bad > 0:
+                _put_i64(args.counters, 3, bad)
+
+    return cfunc(_SIGNATURE, cache=True, error_model="numpy")(check)
+
+
+def make_write(fmt: int, dim: int) -> Any:
+    """The kernel that rotates, quantizes and scatters checked rows (``q``) of K or V."""
+    scales, row_bytes = num_scales(fmt, dim), _row_bytes(fmt, dim)
+
+    def write(pointer):  # type: ignore[no-untyped-def]
+        args = carray(pointer, 1)[0]
+        while True:
+            task = _fetch_add(args.counters, 1)
+            if task >= args.num_tasks:
+                break
+            for token in range(64 * task, min(64 * task + 64, args.num_tokens)):
+                slot = _get_i64(args.slots, token)
+                page, offset = slot // args.page_size, slot % args.page_size
+                codes = args.k_pages + page * args.k_page + offset * row_bytes
+                factors = args.k_scale + page * args.ks_page + offset * 2 * scales
+                for head in range(args.num_kv_heads):
+                    row = args.q + 4 * (token * args.q_token + head * args.q_head)
+                    _encode_row(fmt, dim, row, args.rotate_k, codes + head * args.k_head,
+                                factors + head * args.ks_head)
+
+    return cfunc(_SIGNATURE, cache=True, error_model="numpy")(write)
+
+
+# ---------------------------------------------------------------- host side
+
+runs: Counter[str] = Counter()
+"""How often each path ran in this process: "write", "decode", "extend"; tests assert on it."""
+
+_local = threading.local()  # scratch memory, kept from call to call
+
+
+@cache
+def _kernel(maker: Callable[..., Any], *sizes: int) -> int:
+    """Compile a kernel or load it from disk; its address."""
+    begin = time.perf_counter()
+    kernel = maker(*sizes)
+    if not kernel.cache_hits:
+        print(
+            f"radixkv: compiled a CPU kernel ({maker.__name__[5:]}) in "
+            f"{time.perf_counter() - begin:.1f} s; later runs load it from disk",
+            file=sys.stderr,
+        )
+    _keep.append(kernel)
+    return int(kernel.address)
+
+
+_keep: list[Any] = []  # compiled code lives as long as its Python object
+
+
+@cache
+def _fork() -> Any:
+    """torch's own OpenMP entry point, or None where torch is built without one.
+
+    Kernels run as a parallel region of the very OpenMP library that torch uses: one pool of
+    threads for both. A second pool would compete with torch's workers, which spin for a while
+    after each product (see docs/cpu-kernels.md for what that costs).
+    """
+    folder = os.path.join(os.path.dirname(torch.__file__), "lib")
+    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
+        try:
+            function = ctypes.CDLL(os.path.join(folder, name)).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        function.restype = None
+        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        return function
+    return None
+
+
+@cache
+def _executor(num_threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num_threads, thread_name_prefix="radixkv-cpu")
+
+
+_C_KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+def _run(address: int, args: np.ndarray, num_threads: int) -> None:
+    """Run a kernel on ``num_threads`` threads, the caller's among them; without the GIL."""
+    pointer = args.ctypes.data
+    fork = _fork()
+    if num_threads == 1:
+        _C_KERNEL(address)(pointer)
+    elif fork is not None:
+        fork(address, pointer, num_threads, 0)
+    else:
+        function = _C_KERNEL(address)
+        pool = _executor(num_threads - 1)
+        others = [pool.submit(function, pointer) for _ in range(num_threads - 1)]
+        function(pointer)
+        for other in others:
+            other.result()
+
+
+def _memory(name: str, num_bytes: int) -> int:
+    """The address of this thread's buffer of at least ``num_bytes``, not cleared."""
+    buffer = getattr(_local, name, None)
+    if buffer is None or buffer.numel() < num_bytes + 64:
+        buffer = torch.empty(num_bytes + 64, dtype=torch.uint8)
+        setattr(_local, name, buffer)
+    return -(-buffer.data_ptr() // 64) * 64
+
+
+def _arguments(**values: Any) -> np.ndarray:
+    args = np.zeros(1, ARGS)
+    for name, value in values.items():
+        args[name] = value
+    return args
+
+
+def _require_head_dim(name: str, head_dim: int, fmt: int) -> None:
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(
+            f'{name}: expected 1 to {MAX_HEAD_DIM}, got {head_dim}; use backend="torch"'
+        )
+    if fmt == INT4 and head_dim % 2:
+        raise ValueError(f'{name}: expected an even number for int4, got {head_dim}; use "int8"')
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The tasks of one batch; see `ARGS`. One a step, whatever the number of layers."""
+
+    decode: np.ndarray
+    num_decode_partials: int
+    extend: np.ndarray
+    num_extend_partials: int
+
+
+def make_plan(seq_lens: Sequence[int], cu_seqlens_q: Sequence[int], group: int) -> Plan:
+    """Split a batch into tasks; each sequence by its own lengths alone.
+
+    Args:
+        seq_lens: KV length of each sequence after this step.
+        cu_seqlens_q: cumulative new tokens, first 0.
+        group: query heads a KV head.
+    Raises:
+        ValueError: more new tokens than the sequence has.
+    """
+    queries_per_task = max(1, TILE_ROWS // group)
+    decode: list[tuple[int, ...]] = []
+    extend: list[tuple[int, ...]] = []
+    partials = 0
+    for seq, seq_len in enumerate(seq_lens):
+        query_len = cu_seqlens_q[seq + 1] - cu_seqlens_q[seq]
+        if not 0 <= query_len <= seq_len:
+            raise ValueError(
+                f"seq_lens: expected at least the {query_len} new tokens of sequence {seq}, "
+                f"got {seq_len}; seq_lens counts them too"
+            )
+        if query_len == 0:
+            continue
+        if query_len == 1 and group <= MAX_DECODE_GROUP:
+            splits, first = -(-seq_len // SPLIT), len(decode)
+            decode.extend((seq, 0, split, splits, first) for split in range(splits))
+            continue
+        splits = -(-seq_len // EXTEND_SPLIT) if query_len <= SPLIT_QUERIES else 1
+        for first_query in range(0, query_len, queries_per_task):
+            extend.extend((seq, first_query, split, splits, partials) for split in range(splits))
+            partials += splits if splits > 1 else 0
+    shape = (-1, 5)
+    return Plan(
+        np.array(decode, np.int32).reshape(shape),
+        len(decode),
+        np.array(extend, np.int32).reshape(shape),
+        partials,
+    )
+
+
+def _page_arguments(k_pages: Any, v_pages: Any, k_scale: Any, v_scale: Any) -> dict[str, int]:
+    k_size, v_size = k_pages.element_size(), v_pages.element_size()
+    return {
+        "k_pages": k_pages.data_ptr(),
+        "v_pages": v_pages.data_ptr(),
+        "k_scale": k_scale.data_ptr(),
+        "v_scale": v_scale.data_ptr(),
+        "k_page": k_pages.stride(0) * k_size,
+        "k_head": k_pages.stride(1) * k_size,
+        "v_page": v_pages.stride(0) * v_size,
+        "v_head": v_pages.stride(1) * v_size,
+        "ks_page": k_scale.stride(0) * 2,
+        "ks_head": k_scale.stride(1) * 2,
+        "vs_page": v_scale.stride(0) * 2,
+        "vs_head": v_scale.stride(1) * 2,
+        "num_pages": k_pages.shape[0],
+        "page_size": k_pages.shape[2],
+        "num_kv_heads": k_pages.shape[1],
+    }
+
+
+def _bad_number(counter: int) -> int:
+    return counter - 1 if counter > 0 else counter
+
+
+def attend(
+    pages: Sequence[torch.Tensor],
+    formats: tuple[int, int],
+    q: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    plan: Plan,
+    *,
+    softmax_scale: float,
+    v_head_dim: int,
+    rotate: tuple[bool, bool],
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend new tokens to stored pages.
+
+    Args:
+        pages: k_pages, v_pages, k_scale, v_scale; a head's page is contiguous.
+        formats: of K and of V.
+        q: [num_tokens, num_q_heads, head_dim] float32, last dimension contiguous.
+        page_table: [num_seqs, max_pages] int32, rows contiguous.
+        seq_lens, cu_seqlens_q: int32, contiguous.
+        plan: of `make_plan`, for this batch and this group of query heads.
+        rotate: whether K (and so q), and V (and so the output) are stored rotated.
+    Returns:
+        [num_tokens, num_q_heads, v_head_dim] float32.
+    Raises:
+        ValueError: a size that is not supported, or a page id that the pool does not have.
+    """
+    k_fmt, v_fmt = formats
+    num_tokens, num_q_heads, head_dim = q.shape
+    num_kv_heads = pages[0].shape[1]
+    _require_head_dim("head_dim", head_dim, k_fmt)
+    _require_head_dim("v_head_dim", v_head_dim, v_fmt)
+    if num_q_heads % num_kv_heads:
+        raise ValueError(
+            f"num_q_heads: expected a multiple of the {num_kv_heads} KV heads, got {num_q_heads}"
+        )
+    group = num_q_heads // num_kv_heads
+    out = torch.empty(num_tokens, num_q_heads, v_head_dim)
+    num_threads = torch.get_num_threads()
+    shared = _page_arguments(*pages) | {
+        "q": q.data_ptr(),
+        "out": out.data_ptr(),
+        "q_token": q.stride(0),
+        "q_head": q.stride(1),
+        "out_token": out.stride(0),
+        "out_head": out.stride(1),
+        "page_table": page_table.data_ptr(),
+        "table_row": page_table.stride(0),
+        "seq_lens": seq_lens.data_ptr(),
+        "cu_seqlens_q": cu_seqlens_q.data_ptr(),
+        "sinks": 0 if sinks is None else sinks.data_ptr(),
+        "slopes": 0 if alibi_slopes is None else alibi_slopes.data_ptr(),
+        "group": group,
+        "window": window or 0,
+        "rotate_k": rotate[0],
+        "rotate_v": rotate[1],
+        "scale": softmax_scale,
+        "softcap": softcap or 0.0,
+    }
+    sizes = (k_fmt, v_fmt, head_dim, v_head_dim)
+    work = []
+    if len(plan.decode):
+        kernel = _kernel(make_decode, *sizes, group)
+        scratch = decode_scratch_bytes(*sizes, group)
+        work.append(("decode", kernel, plan.decode, plan.num_decode_partials, num_q_heads, scratch))
+    if len(plan.extend):
+        kernel = _kernel(make_extend, *sizes)
+        scratch = extend_scratch_bytes(*sizes, group)
+        lines = num_kv_heads * extend_rows(group)
+        work.append(("extend", kernel, plan.extend, plan.num_extend_partials, lines, scratch))
+    for path, kernel, tasks, num_partials, lines, scratch in work:
+        counters = np.zeros(COUNTERS + num_partials * num_kv_heads, np.int64)
+        partial_bytes = 4 * partial_floats(v_head_dim)
+        args = _arguments(
+            **shared,
+            tasks=tasks.ctypes.data,
+            num_tasks=len(tasks),
+            num_partials=num_partials,
+            counters=counters.ctypes.data,
+            scratch=_memory("scratch", num_threads * scratch),
+            scratch_bytes=scratch,
+            partials=_memory("partials", lines * num_partials * partial_bytes),
+        )
+        _run(kernel, args, num_threads)
+        runs[path] += 1
+        if counters[2]:
+            raise ValueError(
+                f"page_table: expected page ids from 0 to {pages[0].shape[0] - 1}, got "
+                f"{_bad_number(int(counters[2]))}"
+            )
+    return out
+
+
+def write(
+    pages: Sequence[torch.Tensor],
+    formats: tuple[int, int],
+    slot_mapping: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    rotate: tuple[bool, bool],
+) -> bool:
+    """Quantize new rows of K and V and scatter them; False (nothing written) if not all finite.
+
+    Args:
+        pages: k_pages, v_pages, k_scale, v_scale; mutated.
+        slot_mapping: [num_tokens] int64, contiguous.
+        k, v: [num_tokens, num_kv_heads, head_dim] float32, last dimension contiguous.
+    Raises:
+        ValueError: a size that is not supported, or a slot that the pool does not have.
+    """
+    _require_head_dim("head_dim", k.shape[2], formats[0])
+    _require_head_dim("v_head_dim", v.shape[2], formats[1])
+    places = _page_arguments(*pages)
+    num_tokens = slot_mapping.shape[0]
+    num_tasks = -(-num_tokens // 64)
+    num_threads = torch.get_num_threads() if num_tasks > 1 else 1
+    counters = np.zeros(COUNTERS, np.int64)
+    args = _arguments(
+        **places,
+        slots=slot_mapping.data_ptr(),
+        num_tokens=num_tokens,
+        num_tasks=num_tasks,
+        counters=counters.ctypes.data,
+    )
+    rows_of = (k, v)
+    for rows in rows_of:
+        args["q"], args["q_token"], args["q_head"] = rows.data_ptr(), *rows.stride()[:2]
+        counters[1] = 0
+        _run(_kernel(make_check, rows.shape[2]), args, num_threads)
+    if counters[2]:
+        raise ValueError(
+            f"slot_mapping: expected slots from 0 to "
+            f"{places['num_pages'] * places['page_size'] - 1}, got {_bad_number(int(counters[2]))}"
+        )
+    if counters[3]:
+        return False
+    for rows, fmt, turn, part in zip(rows_of, formats, rotate, "kv", strict=True):
+        args["q"], args["q_token"], args["q_head"] = rows.data_ptr(), *rows.stride()[:2]
+        args["k_pages"], args["k_scale"] = places[f"{part}_pages"], places[f"{part}_scale"]
+        args["k_page"], args["k_head"] = places[f"{part}_page"], places[f"{part}_head"]
+        args["ks_page"], args["ks_head"] = places[f"{part}s_page"], places[f"{part}s_head"]
+        args["rotate_k"] = turn
+        counters[1] = 0
+        _run(_kernel(make_write, fmt, rows.shape[2]), args, num_threads)
+    runs["write"] += 1
+    return True

@@ -1,0 +1,463 @@
+"""The command `radixkv`: the demo, text from a prompt, and how much memory KV pages take.
+
+A sub-command is an entry of `_COMMANDS`: it adds its arguments and says which function runs.
+Nothing heavy is imported before a sub-command needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from radixkv import __version__
+from radixkv.config import KV_DTYPES, BeamParams, KVConfig, SamplingParams, require_int
+from radixkv.errors import RadixKVError
+
+if TYPE_CHECKING:
+    from radixkv.engine import Engine
+    from radixkv.quant import KVSpec
+    from radixkv.request import Result
+
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code: 0, 2 for bad input, 130 when interrupted."""
+    arguments = _parser().parse_args(argv)
+    run: Callable[[argparse.Namespace], None] = arguments.run
+    try:
+        run(arguments)
+        sys.stdout.flush()
+    except (RadixKVError, ValueError, TypeError) as error:
+        print(f"radixkv {arguments.command}: error: {_one_line(error)}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return 0
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="radixkv", description="A radix-tree prefix cache with quantized KV pages."
+    )
+    parser.add_argument("--version", action="version", version=f"radixkv {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (add_arguments, run) in _COMMANDS.items():
+        text = (run.__doc__ or "").strip().splitlines()[0]
+        command = commands.add_parser(name, help=text, description=text)
+        add_arguments(command)
+        command.add_argument("--json", action="store_true", help="print JSON, for machines")
+        command.set_defaults(run=run)
+    return parser
+
+
+def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        help="folder or hub id of a transformers causal LM (default: a small chat model, "
+        "prepared at the first use)",
+    )
+    parser.add_argument(
+        "--kv-dtype", default="int8", metavar="DTYPE", help=f"one of {', '.join(KV_DTYPES)}"
+    )
+    parser.add_argument("--capacity", help='bytes for KV pages, such as "512MiB"')
+
+
+def _require_model(name: str) -> None:
+    """Refuse what reads like a path and leads nowhere, before a hub is asked for it."""
+    path = Path(name)
+    if (path.is_absolute() or name.startswith(".") or len(path.parts) > 2) and not path.exists():
+        raise ValueError(
+            f"--model: expected a folder or a hub id, got {name!r}; there is no such folder"
+        )
+
+
+def load_engine(model: str | None, config: KVConfig) -> Engine:
+    """Load the model that ``--model`` names, or the small one, and build an engine around it.
+
+    Raises:
+        RadixKVError: there is no such model.
+    """
+    from radixkv.models import hidden_progress_bars, prepare_small_model
+
+    if model is not None:
+        _require_model(model)
+    name = model if model is not None else str(prepare_small_model(progress=True))
+    from radixkv.engine import Engine
+
+    # Only a download is worth a bar.
+    hidden = hidden_progress_bars() if Path(name).is_dir() else contextlib.nullcontext()
+    try:
+        with hidden:
+            return Engine.from_pretrained(name, kv=config)
+    except OSError as error:  # how transformers says that it found no model
+        raise RadixKVError(
+            f"--model: expected the folder or hub id of a transformers causal LM, got {name!r}; "
+            f"{_one_line(error)}"
+        ) from error
+
+
+# demo
+
+
+def _add_demo_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_engine_arguments(parser)
+
+
+def _run_demo(arguments: argparse.Namespace) -> None:
+    """Ask a real model about one document, sample and beam search, all from one cache."""
+    from rich.console import Console
+
+    from radixkv.demo import run_demo
+
+    config = KVConfig(dtype=arguments.kv_dtype, capacity=arguments.capacity)
+    with load_engine(arguments.model, config) as engine:
+        figures = run_demo(engine, Console(quiet=arguments.json, highlight=False))
+    if arguments.json:
+        print(json.dumps(figures, indent=2))
+
+
+# generate
+
+
+def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", nargs="?", help="the prompt; '-' or none: standard input")
+    parser.add_argument("--file", type=Path, help="read the prompt from this file")
+    parser.add_argument("--chat", action="store_true", help="send the prompt as a chat message")
+    parser.add_argument("--system", metavar="TEXT", help="system message; implies --chat")
+    _add_engine_arguments(parser)
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+    parser.add_argument("--n", type=int, default=1, help="samples (default 1)")
+    parser.add_argument("--beams", type=int, metavar="N", help="beam search of this width")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0 takes the best token")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K")
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--stop", action="append", default=[], help="a string that ends the text")
+
+
+def _read_prompt(arguments: argparse.Namespace) -> str | list[dict[str, str]]:
+    if arguments.file is not None:
+        if arguments.prompt is not None:
+            raise ValueError("prompt: expected a prompt or --file, got both; leave one out")
+        try:
+            text = arguments.file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--file: expected a readable UTF-8 text file; {error}") from error
+    elif arguments.prompt in (None, "-"):
+        text = sys.stdin.read()
+    else:
+        text = arguments.prompt
+    text = text.removesuffix("\n")  # as `echo` and editors end a text
+    if not text:
+        raise ValueError("prompt: expected some text, got none; give it as an argument or a file")
+    if not arguments.chat and arguments.system is None:
+        return str(text)
+    system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
+    return [*system, {"role": "user", "content": text}]
+
+
+def _read_params(arguments: argparse.Namespace) -> SamplingParams | BeamParams:
+    if arguments.beams is not None:
+        if arguments.n != 1:
+            raise ValueError(f"--n: expected 1 with --beams, got {arguments.n}; leave one out")
+        return BeamParams(width=arguments.beams, max_new_tokens=arguments.max_new_tokens)
+    return SamplingParams(
+        n=arguments.n,
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        seed=arguments.seed,
+        stop=arguments.stop,
+    )
+
+
+def _run_generate(arguments: argparse.Namespace) -> None:
+    """Print what a model says after a prompt: one text as it comes, samples, or beams."""
+    params = _read_params(arguments)
+    config = KVConfig(dtype=arguments.kv_dtype, capacity=arguments.capacity)
+    prompt = _read_prompt(arguments)
+    with load_engine(arguments.model, config) as engine:
+        if isinstance(params, SamplingParams) and params.n == 1 and not arguments.json:
+            _print_stream(engine, prompt, params)
+            return
+        result = engine.generate(prompt, params)
+    if arguments.json:
+        print(json.dumps(_as_json(result), indent=2))
+        return
+    for number, sample in enumerate(result.samples, start=1):
+        score = "" if sample.score is None else f", score {sample.score:.4f}"
+        print(f"--- {number} of {len(result.samples)} ({sample.finish_reason}{score})")
+        print(sample.text)
+
+
+def _print_stream(engine: Engine, prompt: Any, params: SamplingParams) -> None:
+    start = time.perf_counter()
+    first_s, num_tokens, before = None, 0, engine.cache.stats()
+    for delta in engine.stream(prompt, params):
+        first_s = time.perf_counter() - start if first_s is None else first_s
+        num_tokens += len(delta.token_ids)
+        print(delta.text, end="", flush=True)
+    print(flush=True)
+    total_s, after = time.perf_counter() - start, engine.cache.stats()
+    print(
+        f"[{after.lookup_tokens - before.lookup_tokens} prompt tokens, "
+        f"{after.hit_tokens - before.hit_tokens} of them cached; {num_tokens} new tokens; "
+        f"first after {first_s or total_s:.2f} s, all after {total_s:.2f} s]",
+        file=sys.stderr,
+    )
+
+
+def _as_json(result: Result) -> dict[str, Any]:
+    return {
+        "prompt_tokens": len(result.prompt_token_ids),
+        "cached_tokens": result.cached_tokens,
+        "ttft_s": result.metrics.ttft_s,
+        "total_s": result.metrics.total_s,
+        "samples": [
+            {
+                "text": sample.text,
+                "token_ids": list(sample.token_ids),
+                "finish_reason": sample.finish_reason,
+                "stop_reason": sample.stop_reason,
+                "cumulative_logprob": sample.cumulative_logprob,
+                "score": sample.score,
+            }
+            for sample in result.samples
+        ],
+    }
+
+
+# calc
+
+
+def _add_calc_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", help="folder, config.json or hub id: takes the geometry of it")
+    parser.add_argument("--layers", type=int, help="attention layers, without --model")
+    parser.add_argument("--kv-heads", type=int, help="KV heads a layer, without --model")
+    parser.add_argument("--head-dim", type=int, help="elements of a K row, without --model")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "float16", "bfloat16"),
+        help="the model's own dtype (default: as its config says, else bfloat16)",
+    )
+    parser.add_argument(
+        "--kv-dtype", metavar="DTYPE", help=f"one of {', '.join(KV_DTYPES)} (default: all)"
+    )
+    parser.add_argument("--length", type=int, default=4096, help="tokens a sequence (4096)")
+    parser.add_argument("--batch", type=int, default=8, help="sequences (8)")
+    parser.add_argument(
+        "--shared", type=int, default=0, help="leading tokens that all sequences share (0)"
+    )
+    parser.add_argument(
+        "--max-length",
+        type=int,
+        help="tokens that a preallocated cache reserves a sequence "
+        "(default: the model's positions, else --length)",
+    )
+    parser.add_argument("--page-size", type=int, default=16, help="tokens a page (16)")
+
+
+def _read_geometry(arguments: argparse.Namespace) -> tuple[KVSpec, int | None]:
+    """The KV geometry asked about, and the positions that the model has, if it says so."""
+    import torch
+
+    from radixkv.quant import KVSpec
+
+    own = {
+        "--layers": arguments.layers,
+        "--kv-heads": arguments.kv_heads,
+        "--head-dim": arguments.head_dim,
+    }
+    given = [name for name, value in own.items() if value is not None]
+    if arguments.model is None:
+        if len(given) < len(own):
+            raise ValueError(
+                f"calc: expected --model, or all of {', '.join(own)}, got "
+                f"{', '.join(given) or 'none of them'}"
+            )
+        dtype = getattr(torch, arguments.dtype or "bfloat16")
+        layers, kv_heads, head_dim = own.values()
+        return KVSpec(
+            num_layers=layers, num_kv_heads=kv_heads, head_dim=head_dim, dtype=dtype
+        ), None
+    if given:
+        raise ValueError(f"calc: expected --model or {', '.join(given)}, got both; leave one out")
+
+    from transformers import AutoConfig
+
+    _require_model(arguments.model)
+    try:
+        config = AutoConfig.from_pretrained(arguments.model).get_text_config()
+    except OSError as error:
+        raise RadixKVError(
+            f"--model: expected a folder, a config.json or a hub id, got {arguments.model!r}; "
+            f"{_one_line(error)}"
+        ) from error
+    if getattr(config, "kv_lora_rank", None) is not None:
+        raise RadixKVError(
+            f"--model: {config.model_type} stores compressed latents instead of K and V, which "
+            f"radixkv does not serve"
+        )
+    num_heads = config.num_attention_heads
+    config_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
+    spec = KVSpec(
+        num_layers=config.num_hidden_layers,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+        dtype=getattr(torch, arguments.dtype) if arguments.dtype else config_dtype,
+    )
+    return spec, getattr(config, "max_position_embeddings", None)
+
+
+def kv_memory(
+    spec: KVSpec,
+    *,
+    kv_dtype: str,
+    page_size: int,
+    length: int,
+    batch: int,
+    shared: int,
+    max_length: int,
+) -> dict[str, Any]:
+    """Count the bytes of K and V that a batch takes, stored in three ways.
+
+    Args:
+        length: tokens a sequence.
+        batch: sequences.
+        shared: leading tokens that all of them have in common; at most ``length``.
+        max_length: tokens that a preallocated cache reserves a sequence.
+
+    Returns:
+        ``bytes_per_token``; ``pages`` and ``pages_bytes`` (whole shared pages once, the rest
+        for each sequence), ``copies_bytes`` (the same format, nothing shared),
+        ``preallocated_bytes`` (``max_length`` tokens each, in the model's own dtype).
+    """
+    from radixkv.quant import KVCodec
+
+    codec = KVCodec(spec, KVConfig(dtype=kv_dtype, page_size=page_size))
+    plain = KVCodec(spec, KVConfig(dtype="model", page_size=page_size))
+    pages_each = -(-length // page_size)
+    pages_shared = shared // page_size if batch > 1 else 0
+    pages = pages_shared + batch * (pages_each - pages_shared)
+    return {
+        "kv_dtype": kv_dtype,
+        "bytes_per_token": codec.bytes_per_token,
+        "pages": pages,
+        "pages_bytes": pages * codec.bytes_per_page,
+        "copies_bytes": batch * pages_each * codec.bytes_per_page,
+        "preallocated_bytes": batch * max_length * plain.bytes_per_token,
+    }
+
+
+def _run_calc(arguments: argparse.Namespace) -> None:
+    """Say how much memory the KV of a model takes, for a format, a length and a batch."""
+    length = require_int("--length", arguments.length, 1)
+    batch = require_int("--batch", arguments.batch, 1)
+    shared = require_int("--shared", arguments.shared, 0, length)
+    spec, positions = _read_geometry(arguments)
+    max_length = arguments.max_length or max(length, positions or 0)
+    require_int("--max-length", max_length, length)
+    rows = [
+        kv_memory(
+            spec,
+            kv_dtype=kv_dtype,
+            page_size=arguments.page_size,
+            length=length,
+            batch=batch,
+            shared=shared,
+            max_length=max_length,
+        )
+        for kv_dtype in ([arguments.kv_dtype] if arguments.kv_dtype else KV_DTYPES)
+    ]
+    setting = {
+        "num_layers": spec.num_layers,
+        "num_kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "page_size": arguments.page_size,
+        "length": length,
+        "batch": batch,
+        "shared": shared,
+        "max_length": max_length,
+    }
+    if arguments.json:
+        print(json.dumps({**setting, "formats": rows}, indent=2))
+        return
+    _print_calc(setting, rows)
+
+
+def _print_calc(setting: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    title = f"KV memory of {setting['batch']} sequences of {setting['length']:,} tokens"
+    if setting["shared"]:
+        title += f", the first {setting['shared']:,} shared"
+    table = Table(
+        title=title,
+        caption=f"{setting['num_layers']} layers, {setting['num_kv_heads']} KV heads, head_dim "
+        f"{setting['head_dim']}, {setting['dtype']}; pages of {setting['page_size']} tokens; "
+        f"copies: nothing shared; reserved: {setting['max_length']:,} tokens a sequence in "
+        f"{setting['dtype']}; saved: reserved / in pages",
+    )
+    table.add_column("KV format")
+    for heading in ("bytes/token", "pages", "in pages", "copies", "reserved"):
+        table.add_column(heading, justify="right")
+    table.add_column("saved", justify="right")
+    for row in rows:
+        table.add_row(
+            row["kv_dtype"],
+            f"{row['bytes_per_token']:,}",
+            f"{row['pages']:,}",
+            format_bytes(row["pages_bytes"]),
+            format_bytes(row["copies_bytes"]),
+            format_bytes(row["preallocated_bytes"]),
+            f"{row['preallocated_bytes'] / row['pages_bytes']:.1f}x",
+        )
+    Console(highlight=False).print(table)
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Write a byte count with a binary unit.
+
+    >>> format_bytes(1023), format_bytes(1536), format_bytes(3 * 1024**3)
+    ('1023 B', '1.5 KiB', '3.0 GiB')
+    """
+    if num_bytes < 1024:
+        return f"{num_bytes:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        num_bytes /= 1024
+        if num_bytes < 1024:
+            return f"{num_bytes:.1f} {unit}"
+    return f"{num_bytes / 1024:.1f} TiB"
+
+
+_COMMANDS: dict[
+    str,
+    tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], None]],
+] = {
+    "demo": (_add_demo_arguments, _run_demo),
+    "generate": (_add_generate_arguments, _run_generate),
+    "calc": (_add_calc_arguments, _run_calc),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

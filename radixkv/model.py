@@ -1,0 +1,497 @@
+"""A transformers model, run on pages: what its attention asks for is read, checked and served.
+
+The model keeps its own code. An attention function registered with transformers under the
+name ``radixkv_<native>`` serves the calls that are made inside `attending`, on that thread;
+any other call of the model goes on to its native attention, so the model stays usable.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from radixkv.batch import Batch, Run, build_batch
+from radixkv.cache import PrefixCache
+from radixkv.config import KVConfig
+from radixkv.errors import NonFiniteError, UnsupportedModelError
+from radixkv.linear import steady
+from radixkv.quant import KVCodec, KVSpec
+from radixkv.reference import ScoreRule, attend_dense
+
+_PROBE_TOKENS = 12  # of the self test; windows up to this length less one are exercised by it
+_PROBE_CUTS = (1, 2, 5, 11, 28, 45)  # where a probe of independence is cut into batches
+_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
+# Keywords that reach attention functions and do not change what a causal layer computes.
+_HARMLESS = {
+    "attention_mask",
+    "cache_position",
+    "cu_seq_lens_k",
+    "cu_seq_lens_q",
+    "dropout",
+    "is_causal",
+    "logits_to_keep",
+    "max_length_k",
+    "max_length_q",
+    "num_items_in_batch",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "use_cache",
+}
+
+
+class AttentionHandler(Protocol):
+    """Serves one layer's attention inside `attending`; shapes as transformers gives them."""
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,  # [1, num_q_heads, num_tokens, head_dim]
+        key: Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
+        value: Tensor,  # [1, num_kv_heads, num_tokens, v_head_dim]
+        keywords: Mapping[str, Any],
+    ) -> Tensor: ...  # [1, num_tokens, num_q_heads, v_head_dim]
+
+
+class _Active(threading.local):
+    handler: AttentionHandler | None = None
+
+
+_active = _Active()
+
+
+@contextmanager
+def attending(handler: AttentionHandler) -> Iterator[None]:
+    """Within this block, on this thread, ``handler`` computes every layer's attention."""
+    _active.handler = handler
+    try:
+        yield
+    finally:
+        _active.handler = None
+
+
+def _native_attention(module: torch.nn.Module, native: str) -> Callable[..., Any]:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if native == "eager":
+        # Eager attention lives in each model's own file, under one name.
+        home: Any = sys.modules[type(module).__module__]
+        return home.eager_attention_forward  # type: ignore[no-any-return]
+    return ALL_ATTENTION_FUNCTIONS[native]  # type: ignore[no-any-return]
+
+
+def _register(native: str) -> str:
+    """Register our attention, falling back to ``native`` outside `attending`; gives its name."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    def attention(
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **keywords: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        handler = _active.handler
+        if handler is None:
+            run = _native_attention(module, native)
+            return run(module, query, key, value, attention_mask, **keywords)  # type: ignore[no-any-return]
+        return handler(module, query, key, value, keywords), None
+
+    def mask(*args: Any, **keywords: Any) -> Any:
+        if _active.handler is not None:
+            return None
+        return ALL_MASK_ATTENTION_FUNCTIONS[native](*args, **keywords)
+
+    name = f"radixkv_{native}"
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
+    return name
+
+
+@dataclass
+class _Seen:
+    """What one layer's attention was called with."""
+
+    num_q_heads: int
+    spec: tuple[int, int, int, torch.dtype]  # num_kv_heads, head_dim, v_head_dim, dtype
+    keywords: dict[str, Any]
+    is_causal: bool
+
+
+@dataclass
+class _Recorder:
+    """Notes each attention call, and answers it with plain dense attention."""
+
+    seen: dict[int, _Seen] = field(default_factory=dict)
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        keywords: Mapping[str, Any],
+    ) -> Tensor:
+        layer_idx = getattr(module, "layer_idx", None)
+        if not isinstance(layer_idx, int) or layer_idx in self.seen:
+            raise UnsupportedModelError(
+                f"{type(module).__name__}: expected attention modules that are each called once "
+                f"and know their layer_idx, got {layer_idx!r}; this engine cannot tell which "
+                f"pages are theirs"
+            )
+        spec = (key.shape[1], key.shape[3], value.shape[3], key.dtype)
+        is_causal = keywords.get("is_causal")
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", True)
+        self.seen[layer_idx] = _Seen(query.shape[1], spec, dict(keywords), bool(is_causal))
+        rule = score_rule(keywords, query.shape[3])
+        out = attend_dense(query[0].float(), key[0].float(), value[0].float(), rule)
+        return out.transpose(0, 1)[None].to(query.dtype)
+
+
+def score_rule(keywords: Mapping[str, Any], head_dim: int) -> ScoreRule:
+    """What transformers' attention keywords ask for, as a `ScoreRule`."""
+    scaling = keywords.get("scaling")
+    sinks = keywords.get("s_aux")
+    return ScoreRule(
+        softmax_scale=head_dim**-0.5 if scaling is None else float(scaling),
+        sliding_window=keywords.get("sliding_window"),
+        softcap=keywords.get("softcap"),
+        sinks=None if sinks is None else sinks.detach(),
+    )
+
+
+def _refuse(model: torch.nn.Module, what: str, mend: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{type(model).__name__}: {what}; {mend}")
+
+
+def _check_config(model: Any) -> None:
+    config = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise _refuse(model, "is an encoder-decoder model", "use a decoder-only causal LM")
+    text_config = config.get_text_config()
+    types = set(getattr(text_config, "layer_types", None) or ())
+    if types - _LAYER_TYPES:
+        raise _refuse(
+            model,
+            f"has layers of type {', '.join(sorted(types - _LAYER_TYPES))}, "
+            f"which keep a state that is not KV pages",
+            f"layers must be of {', '.join(sorted(_LAYER_TYPES))}",
+        )
+    if getattr(text_config, "alibi", False) or text_config.model_type in ("bloom", "mpt"):
+        raise _refuse(
+            model, "uses ALiBi, whose bias transformers builds into a mask", "use a RoPE model"
+        )
+
+
+def _check_seen(model: Any, seen: Mapping[int, _Seen]) -> None:
+    if not seen:
+        raise _refuse(
+            model,
+            "its attention does not go through transformers' AttentionInterface",
+            "this engine cannot serve it",
+        )
+    if sorted(seen) != list(range(len(seen))):
+        raise _refuse(model, f"attention layers are {sorted(seen)}", "expected 0, 1, 2, ...")
+    specs = {layer.spec for layer in seen.values()}
+    if len(specs) > 1:
+        raise _refuse(
+            model,
+            f"its layers differ in (KV heads, head_dim, v_head_dim, dtype): "
+            f"{', '.join(sorted(map(str, specs)))}",
+            "one page layout must fit all layers",
+        )
+    known = {"scaling", "sliding_window", "softcap", "s_aux"} | _HARMLESS
+    for layer_idx, layer in sorted(seen.items()):
+        unknown = [k for k, v in layer.keywords.items() if k not in known and v is not None]
+        if unknown:
+            raise _refuse(
+                model,
+                f"layer {layer_idx} asks its attention for {', '.join(sorted(unknown))}",
+                "this engine does not know these",
+            )
+        if not layer.is_causal:
+            raise _refuse(model, f"layer {layer_idx} is not causal", "use a causal LM")
+        if layer.num_q_heads % layer.spec[0]:
+            raise _refuse(
+                model,
+                f"layer {layer_idx} has {layer.num_q_heads} query heads over "
+                f"{layer.spec[0]} KV heads",
+                "the first must be a multiple of the second",
+            )
+    text_config = model.config.get_text_config()
+    for layer_idx, layer_type in enumerate(getattr(text_config, "layer_types", None) or ()):
+        told = layer_idx in seen and seen[layer_idx].keywords.get("sliding_window")
+        if layer_type == "sliding_attention" and not told:
+            raise _refuse(
+                model,
+                f"layer {layer_idx} is of type {layer_type}, but its attention is not told its "
+                f"sliding_window",
+                "this engine would attend to too much",
+            )
+    softcap = getattr(text_config, "attn_logit_softcapping", None)
+    if softcap and any(not layer.keywords.get("softcap") for layer in seen.values()):
+        raise _refuse(
+            model, f"attn_logit_softcapping={softcap} does not reach its attention", "cannot serve"
+        )
+
+
+def max_positions(model: Any) -> int | None:
+    """Positions that the model has; None if its config names no limit.
+
+    RoPE variants whose factors depend on the longest sequence of a batch are served only
+    below the length at which they start to, where they are constant: elsewhere a sequence's
+    result would depend on its neighbours.
+    """
+    text_config = model.config.get_text_config()
+    limit = getattr(text_config, "max_position_embeddings", None)
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        limit = (
+            rope.get("original_max_position_embeddings")
+            or getattr(text_config, "original_max_position_embeddings", None)
+            or limit
+        )
+    return limit
+
+
+class ModelRunner:
+    """Runs batches of a model on a cache's pages.
+
+    Made by `ModelRunner.load`, which refuses what cannot be served rightly.
+
+    Attributes:
+        has_steady_rows: whether a token's hidden states are bit for bit the same whatever else
+            is in the batch, attention aside; measured when the model was loaded.
+    """
+
+    def __init__(self, model: Any, spec: KVSpec) -> None:
+        self.model = model
+        self.spec = spec
+        self.device: torch.device = next(model.parameters()).device
+        head = model.get_output_embeddings()
+        self.vocab_size: int = getattr(head, "out_features", None) or head.weight.shape[0]
+        self.has_steady_rows = False
+        self.release: Callable[[], Any] = lambda: None
+        self.max_positions = max_positions(model)
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._rules: dict[int, ScoreRule] = {}
+
+    @classmethod
+    def load(cls, model: Any) -> ModelRunner:
+        """Make ``model`` attend over pages, after testing that this gives its own logits.
+
+        ``model`` is put in eval mode and its attention implementation is set; outside of
+        an engine's steps it computes what it did.
+
+        Raises:
+            UnsupportedModelError: names what of the model's attention cannot be served.
+        """
+        _check_config(model)
+        model.eval()
+        native = model.config._attn_implementation.removeprefix("radixkv_")
+        if native not in ("sdpa", "eager"):
+            native = "sdpa"
+        device = next(model.parameters()).device
+        vocab_size = model.config.get_text_config().vocab_size
+        token_ids = [(7 + 13 * i) % vocab_size for i in range(_PROBE_TOKENS)]
+        input_ids = torch.tensor([token_ids], device=device)
+        recorder = _Recorder()
+        runner = None
+        with torch.inference_mode():
+            expected = model(input_ids=input_ids, use_cache=False).logits[0].float()
+            name = _register(native)
+            before = model.config._attn_implementation
+            model.set_attn_implementation(name)
+            try:
+                if model.config._attn_implementation != name:
+                    raise _refuse(
+                        model, "its attention cannot be replaced", "this engine cannot serve it"
+                    )
+                with attending(recorder):
+                    model(input_ids=input_ids, use_cache=False)
+                _check_seen(model, recorder.seen)
+                num_kv_heads, head_dim, v_head_dim, dtype = recorder.seen[0].spec
+                runner = cls(
+                    model,
+                    KVSpec(
+                        num_layers=len(recorder.seen),
+                        num_kv_heads=num_kv_heads,
+                        head_dim=head_dim,
+                        v_head_dim=v_head_dim,
+                        dtype=dtype,
+                    ),
+                )
+                _, release = steady(model)
+                # Called by `release`, or when the runner is dropped without it.
+                runner.release = weakref.finalize(runner, release)
+                runner._self_test(token_ids, expected)
+                runner.has_steady_rows = runner._rows_are_steady(vocab_size)
+            except BaseException:
+                if runner is not None:
+                    runner.release()
+                model.set_attn_implementation(before)
+                raise
+        return runner
+
+    def _self_test(self, token_ids: list[int], expected: Tensor) -> None:
+        # Two steps over unquantized pages, a second sequence beside: positions, masks and
+        # page reads must all be right for this to give the model's own logits.
+        config = KVConfig(dtype="model", page_size=4)
+        capacity = 4 * len(token_ids) * KVCodec(self.spec, config).bytes_per_token
+        cache = PrefixCache(
+            self.spec, replace(config, capacity=capacity), device=self.device, backend="torch"
+        )
+        half = len(token_ids) // 2
+        with cache.acquire(token_ids) as lease, cache.acquire(token_ids[::-1]) as other:
+            parts = []
+            for start, stop in ((0, half), (half, len(token_ids))):
+                runs = [
+                    Run(other, token_ids[::-1][start:stop], start, stop, 0, stop),
+                    Run(lease, token_ids[start:stop], start, stop, 0, 0),
+                ]
+                parts.append(self.forward(build_batch(runs, self.device), cache))
+            got = torch.cat(parts)
+        spread = (expected.max() - expected.min()).clamp_min(1e-6)
+        error = float((got - expected).abs().max() / spread)
+        limit = 1e-4 if self.spec.dtype == torch.float32 else 5e-2
+        if not error <= limit:
+            raise _refuse(
+                self.model,
+                f"its logits over pages differ from its own by {error:.2g} of their range "
+                f"(limit {limit:g})",
+                "something in its attention or positions is not served rightly",
+            )
+
+    def _rows_are_steady(self, vocab_size: int) -> bool:
+        """Whether rows have equal bits in batches of several sizes, attention left out."""
+
+        def handler(
+            module: torch.nn.Module,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            keywords: Mapping[str, Any],
+        ) -> Tensor:
+            # Any function of a token's own q, k and v will do, if it is elementwise.
+            group = query.shape[1] // key.shape[1]
+            pull = query.amax(-1, keepdim=True) - key.amax(-1, keepdim=True).repeat_interleave(
+                group, 1
+            )
+            return (value.repeat_interleave(group, 1) * pull.clamp(-1, 1)).transpose(1, 2)
+
+        num_rows = _PROBE_CUTS[-1]
+        input_ids = (7 + 13 * torch.arange(num_rows, device=self.device)) % vocab_size
+        positions = torch.arange(num_rows, device=self.device) % _PROBE_TOKENS
+
+        def run(start: int, stop: int) -> Tensor:
+            with torch.inference_mode(), attending(handler):
+                logits: Tensor = self.model(
+                    input_ids=input_ids[None, start:stop],
+                    position_ids=positions[None, start:stop],
+                    use_cache=False,
+                ).logits[0]
+            return logits
+
+        expected = run(0, num_rows)
+        bounds = [(0, 1), (num_rows - 1, num_rows), *pairwise(_PROBE_CUTS)]
+        return all(torch.equal(run(a, b), expected[a:b]) for a, b in bounds)
+
+    def is_batch_invariant(self, kv: KVConfig, backend: str) -> bool:
+        """Whether a token's logits are bit for bit the same in any batch and chunk; measured.
+
+        A sequence is run in one chunk, and again in pieces down to one token, beside another.
+        """
+        if not self.has_steady_rows:
+            return False
+        num_tokens = min(_PROBE_CUTS[-1], self.max_positions or _PROBE_CUTS[-1])
+        token_ids = [(7 + 13 * i) % self.vocab_size for i in range(num_tokens)]
+        pages = 4 * -(-num_tokens // kv.page_size)
+        capacity = (pages + 1) * KVCodec(self.spec, kv).bytes_per_page
+        cache = PrefixCache(
+            self.spec, replace(kv, capacity=capacity), device=self.device, backend=backend
+        )
+        with cache.acquire(token_ids) as lease:
+            whole = Run(lease, token_ids, 0, num_tokens, 0, 0)
+            expected = self.forward(build_batch([whole], self.device), cache)
+        with cache.acquire(token_ids) as lease, cache.acquire(token_ids[::-1]) as other:
+            cuts = sorted({min(cut, num_tokens) for cut in (0, *_PROBE_CUTS)})
+            for start, stop in pairwise(cuts):
+                runs = [
+                    Run(other, token_ids[::-1][start:stop], start, stop, 0, stop),
+                    Run(lease, token_ids[start:stop], start, stop, 0, start),
+                ]
+                got = self.forward(build_batch(runs, self.device), cache)
+                if not torch.equal(got, expected[start:stop]):
+                    return False
+        return True
+
+    def forward(self, batch: Batch, cache: PrefixCache) -> Tensor:
+        """Run ``batch``: write its tokens' KV into ``cache`` and return the wanted logits.
+
+        Returns:
+            [num_logits, vocab_size] float32, in the order of ``batch.logit_rows``.
+        Raises:
+            NonFiniteError: NaN or Inf in K, V (names layer and head) or in the logits.
+        """
+        codec, backend = cache.codec, cache.backend
+        served: list[int] = []
+
+        def handler(
+            module: torch.nn.Module,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            keywords: Mapping[str, Any],
+        ) -> Tensor:
+            layer_idx: int = module.layer_idx  # type: ignore[assignment]
+            rule = self._rules.get(layer_idx)
+            if rule is None:
+                rule = self._rules[layer_idx] = score_rule(keywords, query.shape[3])
+            pages = cache.layer(layer_idx)
+            backend.write_kv(
+                codec,
+                pages,
+                batch.attention.slot_mapping,
+                key[0].transpose(0, 1),
+                value[0].transpose(0, 1),
+                layer_idx=layer_idx,
+            )
+            served.append(layer_idx)
+            rows = query[0].transpose(0, 1)
+            return backend.paged_attention(codec, pages, rows, batch.attention, rule)[None]
+
+        keywords: dict[str, Any] = {"position_ids": batch.positions, "use_cache": False}
+        if self._keeps_logits:
+            keywords["logits_to_keep"] = batch.logit_rows
+        with torch.inference_mode(), attending(handler):
+            logits: Tensor = self.model(input_ids=batch.input_ids, **keywords).logits[0]
+        if len(served) != self.spec.num_layers:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__}: {len(served)} of {self.spec.num_layers} layers "
+                f"attended over pages; was its attention implementation changed since the "
+                f"engine was made? Make the engine again"
+            )
+        if not self._keeps_logits:
+            logits = logits[batch.logit_rows]
+        logits = logits.float()
+        if logits.shape[0] and bool(torch.isnan(logits).any()):
+            raise NonFiniteError(
+                "logits: expected numbers, got NaN; check the model's weights and dtype"
+            )
+        return logits

@@ -1,0 +1,375 @@
+"""The step loop's bookkeeping: who runs next, with which pages. No model, no text.
+
+A `Sequence` is a run of tokens that wants its KV computed and the logits of its last token
+(or of more). It is *waiting* (no pages reserved) or *running* (a lease on pages). Each step
+runs, in this order: one token of every decoding sequence, then chunks of prompts until the
+token budget is spent. When pages run out, the youngest running sequence goes back to
+waiting; what it computed stays in the tree, so that going on is mostly a hit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from radixkv.batch import Run
+from radixkv.cache import Lease, PrefixCache
+from radixkv.errors import CapacityError
+
+_AGING_STEPS = 32  # a sequence passed over this often goes before any better hit
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """Tokens of one request that are run together.
+
+    Attributes:
+        owner: the request; opaque here.
+        token_ids: all tokens known so far; the owner appends to them.
+        namespace: whose tree they are matched in.
+        logits_from: logits are wanted from this position on; None is the last token's,
+            ``len(token_ids)`` none at all.
+        lease: pages; None while waiting, unless the owner brought a lease.
+        num_computed: tokens whose KV is written, in this stay on the pages.
+        write_from: below this position KV was there already (see `batch.Run`).
+        num_cached: tokens found in the cache when it was first admitted; None before.
+        arrival: order of age, lower is older; a fork is as old as its request.
+        passed_over: admissions of younger ones while this one waited.
+        admitted_at: `time.perf_counter` when it first got its pages.
+        paused: its owner wants no more for now; it keeps its pages unless others need them.
+        furthest: the most tokens that were ever computed; going beyond it is progress.
+    """
+
+    owner: Any
+    token_ids: list[int]
+    namespace: Hashable = None
+    logits_from: int | None = None
+    lease: Lease | None = None
+    num_computed: int = 0
+    write_from: int = 0
+    num_cached: int | None = None
+    arrival: tuple[int, int] = (0, 0)
+    passed_over: int = 0
+    admitted_at: float | None = None
+    paused: bool = False
+    furthest: int = 0
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens still to be run."""
+        return len(self.token_ids) - self.num_computed
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one step did for one sequence.
+
+    Attributes:
+        sequence: which one.
+        start, stop: the positions that were run.
+        logits_from: position of the first row of `logits`.
+        batch_logits: of the whole batch; None if nothing was run.
+        row: where its own rows begin in them.
+        error: why this sequence's tokens could not be run; then nothing was.
+    """
+
+    sequence: Sequence
+    start: int
+    stop: int
+    logits_from: int = 0
+    batch_logits: Tensor | None = None
+    row: int = 0
+    error: Exception | None = None
+
+    @property
+    def logits(self) -> Tensor:
+        """Its own rows: [stop - logits_from, vocab_size] float32, a view."""
+        assert self.batch_logits is not None
+        return self.batch_logits[self.row : self.row + self.stop - self.logits_from]
+
+
+@dataclass(eq=False)
+class Scheduler:
+    """Chooses each step's batch and keeps every sequence's pages.
+
+    Attributes:
+        cache: where the pages come from.
+        forward: runs a batch; returns the wanted logits, [num_logits, vocab_size] float32.
+        max_batch_tokens: most tokens a step.
+        max_seqs: sequences that run at once; none is admitted beyond.
+    """
+
+    cache: PrefixCache
+    forward: Callable[[list[Run]], Tensor]
+    max_batch_tokens: int
+    max_seqs: int = 256
+    waiting: list[Sequence] = field(default_factory=list)
+    running: list[Sequence] = field(default_factory=list)
+    preemptions: int = 0
+    _stalls: int = 0
+    _clock: count[int] = field(default_factory=count)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        everyone = [*self.waiting, *self.running]
+        return any(seq.num_pending and not seq.paused for seq in everyone)
+
+    @property
+    def _num_busy(self) -> int:
+        # One that waits for its siblings must not keep them out.
+        return sum(seq.num_pending > 0 and not seq.paused for seq in self.running)
+
+    def add(self, seq: Sequence) -> None:
+        """Let ``seq`` wait for its turn."""
+        seq.arrival = (next(self._clock), 0)
+        self.waiting.append(seq)
+
+    def fork(self, seq: Sequence) -> Sequence:
+        """A sequence with the same tokens that shares all pages of ``seq``; runs at once."""
+        twin = Sequence(seq.owner, list(seq.token_ids), seq.namespace, num_cached=seq.num_cached)
+        twin.arrival = (seq.arrival[0], next(self._clock))
+        if seq.lease is not None and self._num_busy < self.max_seqs:
+            twin.lease = seq.lease.fork()
+            twin.num_computed = seq.num_computed
+            self.running.append(twin)
+        else:
+            self.waiting.append(twin)
+        return twin
+
+    def remove(self, seq: Sequence, *, commit: int = 0, keep_lease: bool = False) -> Lease | None:
+        """Forget ``seq``, make its first ``commit`` tokens findable, and free its pages.
+
+        Returns:
+            Its lease, still held, if ``keep_lease``; None otherwise.
+        """
+        (self.running if seq in self.running else self.waiting).remove(seq)
+        lease, seq.lease = seq.lease, None
+        if lease is None:
+            return None
+        commit = min(commit, seq.num_computed)
+        if commit > 0:
+            lease.commit(commit)
+        if keep_lease:
+            return lease
+        lease.release()
+        return None
+
+    def step(self) -> list[Output]:
+        """Admit, choose a batch, run it; one `Output` for each sequence that took part."""
+        outputs = self._admit()
+        runs, seqs = self._plan(outputs)
+        if not runs:
+            return outputs
+        try:
+            logits = self.forward(runs)
+        except Exception as error:
+            # One sequence's bad numbers must not take its neighbours along: run each alone.
+            for seq, run in zip(seqs, runs, strict=True):
+                result = error if len(runs) == 1 else self._run_alone(run)
+                self._note(outputs, seq, run, result, 0)
+            return outputs
+        row = 0
+        for seq, run in zip(seqs, runs, strict=True):
+            self._note(outputs, seq, run, logits, row)
+            row += run.stop - max(run.logits_from, run.start)
+        return outputs
+
+    def _note(
+        self, outputs: list[Output], seq: Sequence, run: Run, result: Tensor | Exception, row: int
+    ) -> None:
+        if isinstance(result, Exception):
+            outputs.append(Output(seq, run.start, run.stop, error=result))
+            return
+        seq.num_computed = run.stop
+        if run.stop > seq.furthest:
+            seq.furthest = run.stop
+            self._stalls = 0
+        logits_from = max(run.logits_from, run.start)
+        outputs.append(Output(seq, run.start, run.stop, logits_from, result, row))
+
+    def _run_alone(self, run: Run) -> Tensor | Exception:
+        try:
+            return self.forward([run])
+        except Exception as error:
+            return error
+
+    # -- admission ---------------------------------------------------------------------------
+
+    def _admit(self) -> list[Output]:
+        outputs: list[Output] = []
+        if not self.waiting:
+            return outputs
+        for seq in self._admission_order():
+            if self._num_busy >= self.max_seqs:
+                break
+            if seq.paused:
+                continue
+            if self._shares_with_running(seq):
+                continue  # its neighbour is computing that prefix; wait for those pages
+            try:
+                self._reserve(seq)
+            except CapacityError as error:
+                if self.running:
+                    break
+                # Nothing will give pages back: they are held from outside this engine.
+                outputs.append(Output(seq, 0, 0, error=error))
+                continue
+            self.waiting.remove(seq)
+            self.running.append(seq)
+            if seq.admitted_at is None:
+                seq.admitted_at = time.perf_counter()
+            for other in self.waiting:
+                other.passed_over += other.arrival < seq.arrival
+            if not seq.num_pending:  # all of it was cached, and its owner wants no logits
+                stop = seq.num_computed
+                outputs.append(Output(seq, stop, stop, stop))
+        return outputs
+
+    def _admission_order(self) -> list[Sequence]:
+        """Those that ran before or have waited long, oldest first; then the best hits.
+
+        What gave its pages up comes back in order of age, so that the oldest request always
+        gets all that it needs: it fits alone, hence it ends, hence so do all.
+        """
+        first: list[Sequence] = []
+        rest: list[Sequence] = []
+        for seq in self.waiting:
+            ran = seq.num_cached is not None
+            (first if ran or seq.passed_over >= _AGING_STEPS else rest).append(seq)
+        if len(rest) > 1:
+            hits = {id(s): self.cache.match(s.token_ids, namespace=s.namespace) for s in rest}
+            rest.sort(key=lambda s: (-hits[id(s)], s.arrival))
+        return sorted(first, key=lambda s: s.arrival) + rest
+
+    def _shares_with_running(self, seq: Sequence) -> bool:
+        """Whether a running sequence is computing a prefix of ``seq`` that is not cached yet."""
+        if seq.lease is not None:
+            return False
+        page_size = self.cache.config.page_size
+        ids = None
+        cached = -1
+        for other in self.running:
+            if other.num_pending < 2 or other.namespace != seq.namespace:
+                continue
+            if other.token_ids[:page_size] != seq.token_ids[:page_size]:
+                continue
+            if ids is None:
+                ids = np.asarray(seq.token_ids)
+                cached = self.cache.match(seq.token_ids, namespace=seq.namespace)
+            common = _common_prefix(ids, np.asarray(other.token_ids))
+            if common // page_size * page_size > cached:
+                return True
+        return False
+
+    def _reserve(self, seq: Sequence) -> None:
+        """Give ``seq`` pages for all its tokens.
+
+        A page for each sequence that runs on stays unreserved, so that admitting a newcomer
+        does not at once preempt it again.
+        """
+        if seq.lease is not None:  # brought by its owner, with KV for all of its tokens
+            seq.num_computed = seq.lease.num_tokens
+            seq.lease.extend(seq.token_ids[seq.lease.num_tokens :])
+            if seq.num_cached is None:
+                seq.num_cached = seq.num_computed
+            seq.write_from = seq.num_computed
+            return
+        wanted = len(seq.token_ids) if seq.logits_from is None else seq.logits_from
+        lease = self.cache.acquire(
+            seq.token_ids, namespace=seq.namespace, full=seq.logits_from == len(seq.token_ids)
+        )
+        if self.cache.num_available_pages < self._num_busy:
+            lease.release()
+            raise CapacityError("no page left for those who run")
+        seq.lease = lease
+        seq.write_from = lease.num_cached
+        if seq.num_cached is None:
+            seq.num_cached = lease.num_cached
+        seq.num_computed = min(lease.num_cached, wanted)
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.preemptions += 1
+        lease = seq.lease
+        self.remove(seq, commit=seq.num_computed if lease is not None else 0)
+        seq.num_computed = 0
+        self.waiting.append(seq)
+
+    # -- planning ----------------------------------------------------------------------------
+
+    def _plan(self, outputs: list[Output]) -> tuple[list[Run], list[Sequence]]:
+        budget = self.max_batch_tokens
+        runs: list[Run] = []
+        seqs: list[Sequence] = []
+        order = sorted((s for s in self.running if not s.paused), key=lambda s: s.arrival)
+        decoding = [seq for seq in order if seq.num_pending == 1]
+        prefilling = [seq for seq in order if seq.num_pending > 1]
+        for seq in decoding + prefilling:
+            if budget <= 0:
+                break
+            if seq.lease is None:
+                continue  # preempted by an older one
+            try:
+                self._cover(seq)
+            except CapacityError as error:  # pages are held from outside this engine
+                outputs.append(Output(seq, seq.num_computed, seq.num_computed, error=error))
+                continue
+            if seq.lease is None:
+                continue  # gave way itself
+            stop = min(len(seq.token_ids), seq.num_computed + budget)
+            logits_from = len(seq.token_ids) - 1 if seq.logits_from is None else seq.logits_from
+            runs.append(
+                Run(
+                    seq.lease,
+                    seq.token_ids[seq.num_computed : stop],
+                    seq.num_computed,
+                    stop,
+                    seq.write_from,
+                    min(logits_from, stop),
+                )
+            )
+            seqs.append(seq)
+            budget -= stop - seq.num_computed
+        kept = [i for i, seq in enumerate(seqs) if seq.lease is not None]
+        if not kept and self.running and not all(seq.paused for seq in self.waiting):
+            # All who run wait, for a sibling that waits for pages or for their reader: the
+            # youngest gives way, one that is paused first.
+            youngest = max(self.running, key=lambda seq: (seq.paused, seq.arrival))
+            self._stalls += not youngest.paused
+            if self._stalls > 2 * (len(self.running) + len(self.waiting)):
+                full = CapacityError(
+                    f"{self.cache.pool.num_pages} pages: expected room for all sequences of a "
+                    f"request at once, but other leases or pins hold it; release them, or make "
+                    f"the engine with a larger KVConfig.capacity"
+                )
+                outputs.append(Output(youngest, 0, 0, error=full))
+                self._stalls = 0
+            else:
+                self._preempt(youngest)
+        return [runs[i] for i in kept], [seqs[i] for i in kept]
+
+    def _cover(self, seq: Sequence) -> None:
+        """Extend the lease over all tokens of ``seq``; for want of pages the youngest gives way.
+
+        Raises:
+            CapacityError: ``seq`` runs alone and there are still not enough pages.
+        """
+        while seq.lease is not None and seq.lease.num_tokens < len(seq.token_ids):
+            try:
+                seq.lease.extend(seq.token_ids[seq.lease.num_tokens :])
+            except CapacityError:
+                if len(self.running) == 1:
+                    raise
+                self._preempt(max(self.running, key=lambda other: (other.paused, other.arrival)))
+
+
+def _common_prefix(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> int:
+    size = min(len(a), len(b))
+    differ = a[:size] != b[:size]
+    return int(differ.argmax()) if differ.any() else size

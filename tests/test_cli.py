@@ -1,0 +1,218 @@
+"""The command line: counts that can be checked by hand, and clear refusals."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import radixkv
+from radixkv import KVSpec, PrefixCache, cli
+from radixkv.config import KV_DTYPES, KVConfig
+from radixkv.models import prepare_small_model
+
+GEOMETRY = ["--layers", "2", "--kv-heads", "3", "--head-dim", "8", "--dtype", "float32"]
+
+
+def run(capsys, *arguments: str) -> str:
+    assert cli.main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def refusal(capsys, *arguments: str) -> str:
+    """The one line that a refused command writes; nothing goes to standard output."""
+    assert cli.main(arguments) == cli.EXIT_BAD_INPUT
+    said = capsys.readouterr()
+    assert said.out == ""
+    (line,) = said.err.splitlines()
+    assert line.startswith(f"radixkv {arguments[0]}: error: ")
+    return line
+
+
+# calc
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_calc_counts_the_bytes_that_the_cache_has(capsys, kv_dtype):
+    found = json.loads(run(capsys, "calc", *GEOMETRY, "--kv-dtype", kv_dtype, "--json"))
+    (row,) = found["formats"]
+    spec = KVSpec(num_layers=2, num_kv_heads=3, head_dim=8, dtype=torch.float32)
+    stats = PrefixCache(spec, KVConfig(dtype=kv_dtype, capacity="1MiB")).stats()
+    assert row["bytes_per_token"] == stats.bytes_per_token
+
+
+def test_calc_counts_the_pages_that_leases_hold(capsys):
+    """Oracle: sequences of a real cache, forked after a shared prefix."""
+    spec = KVSpec(num_layers=1, num_kv_heads=1, head_dim=8)
+    sizes = itertools.product((1, 3), (1, 7, 8, 9, 20), (0, 1, 8, 9, 16))
+    for batch, length, shared in sizes:
+        if not 0 < shared < length:
+            continue
+        cache = PrefixCache(spec, KVConfig(page_size=8, capacity="1MiB"))
+        rows = torch.zeros(length, 1, 8)
+        with cache.acquire(list(range(shared))) as lease:
+            lease.write(0, rows[:shared], rows[:shared])
+            branches = [lease, *(lease.fork() for _ in range(batch - 1))]
+            for number, branch in enumerate(branches):
+                branch.extend([100 + number] * (length - shared))
+                branch.write(0, rows[shared:], rows[shared:])
+            stats = cache.stats()
+            for branch in branches[1:]:
+                branch.release()
+        arguments = ["--length", str(length), "--batch", str(batch), "--shared", str(shared)]
+        arguments += ["--page-size", "8", "--kv-dtype", "int8", "--json"]
+        (row,) = json.loads(run(capsys, "calc", *GEOMETRY, *arguments))["formats"]
+        used = stats.pages_total - stats.pages_free
+        assert row["pages"] == used, (batch, length, shared)
+
+
+def test_calc_reckons_preallocation_in_the_models_own_dtype(capsys):
+    arguments = ["--length", "100", "--batch", "4", "--max-length", "1000", "--json"]
+    rows = json.loads(run(capsys, "calc", *GEOMETRY, *arguments))["formats"]
+    assert [row["kv_dtype"] for row in rows] == list(KV_DTYPES)
+    # 2 layers, 3 heads, K and V, 8 elements of 4 bytes; 4 sequences of 1,000 tokens
+    assert {row["preallocated_bytes"] for row in rows} == {2 * 3 * 2 * 8 * 4 * 4 * 1000}
+    for row in rows:  # 7 pages of 16 tokens a sequence
+        assert row["copies_bytes"] == row["pages_bytes"] == 4 * 7 * 16 * row["bytes_per_token"]
+
+
+def test_calc_reads_the_geometry_of_a_model(capsys):
+    folder = str(prepare_small_model(progress=False))
+    found = json.loads(run(capsys, "calc", "--model", folder, "--json"))
+    wanted = {"num_layers": 30, "num_kv_heads": 3, "head_dim": 64, "dtype": "float32"}
+    assert wanted.items() <= found.items()
+    assert found["max_length"] == 8192
+    assert "11,880" in run(capsys, "calc", "--model", folder, "--kv-dtype", "int8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--layers", "2"], "expected --model, or all of --layers, --kv-heads, --head-dim"),
+        ([], "got none of them"),
+        ([*GEOMETRY, "--length", "0"], "--length: expected an integer >= 1, got 0"),
+        ([*GEOMETRY, "--length", "5", "--shared", "6"], "--shared: expected an integer from 0"),
+        ([*GEOMETRY, "--length", "5", "--max-length", "4"], "--max-length: expected"),
+        ([*GEOMETRY, "--page-size", "12"], "page_size: expected a power of two"),
+        ([*GEOMETRY, "--kv-dtype", "int9"], "expected one of 'int8', "),
+        ([*GEOMETRY, "--model", "."], "expected --model or --layers, --kv-heads, --head-dim"),
+        (["--model", "./no/such/folder"], "there is no such folder"),
+    ],
+)
+def test_calc_refuses_in_one_line(capsys, arguments, says):
+    assert says in refusal(capsys, "calc", *arguments)
+
+
+# generate
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([""], "prompt: expected some text, got none"),
+        (["hi", "--temperature", "-1"], "temperature: expected a finite number >= 0.0, got -1.0"),
+        (["hi", "--n", "0"], "SamplingParams.n: expected an integer >= 1, got 0"),
+        (["hi", "--beams", "0"], "BeamParams.width: expected an integer >= 1, got 0"),
+        (["hi", "--beams", "2", "--n", "2"], "--n: expected 1 with --beams, got 2"),
+        (["hi", "--kv-dtype", "int9"], "KVConfig.dtype: expected one of"),
+        (["hi", "--capacity", "lots"], "KVConfig.capacity: expected"),
+        (["hi", "--file", "prompt.txt"], "expected a prompt or --file, got both"),
+        (["--file", "no-such-file.txt"], "--file: expected a readable UTF-8 text file"),
+        (["hi", "--model", "./no/such/folder"], "there is no such folder"),
+    ],
+)
+def test_generate_refuses_in_one_line(capsys, arguments, says):
+    assert says in refusal(capsys, "generate", *arguments)
+
+
+def test_generate_reads_a_file_standard_input_or_the_argument(tmp_path, monkeypatch):
+    file = tmp_path / "prompt.txt"
+    file.write_text("Hé, you\n\n", encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", io.StringIO("from stdin\n"))
+
+    def read(*arguments):
+        return cli._read_prompt(cli._parser().parse_args(["generate", *arguments]))
+
+    assert read("--file", str(file)) == "Hé, you\n"
+    assert read("-") == "from stdin"
+    assert read("as it is ") == "as it is "
+    assert read("hi", "--chat") == [{"role": "user", "content": "hi"}]
+    system = {"role": "system", "content": "Be brief."}
+    assert read("hi", "--system", "Be brief.") == [system, {"role": "user", "content": "hi"}]
+
+
+GREEDY = ["The capital of France is", "--max-new-tokens", "4", "--capacity", "16MiB"]
+
+
+@pytest.mark.slow
+def test_generate_streams_what_json_gives(capsys):
+    text = run(capsys, "generate", *GREEDY, "--temperature", "0")
+    found = json.loads(run(capsys, "generate", *GREEDY, "--temperature", "0", "--json"))
+    (sample,) = found["samples"]
+    assert text == sample["text"] + "\n"
+    assert sample["text"].startswith(" Paris")
+    assert (len(sample["token_ids"]), sample["finish_reason"]) == (4, "length")
+    assert (found["prompt_tokens"], found["cached_tokens"]) == (5, 0)
+
+
+@pytest.mark.slow
+def test_generate_prints_samples_and_beams_apart(capsys):
+    samples = run(capsys, "generate", *GREEDY, "--n", "2", "--seed", "1")
+    assert samples.count("--- 1 of 2") == samples.count("--- 2 of 2") == 1
+    beams = json.loads(run(capsys, "generate", *GREEDY, "--beams", "2", "--json"))["samples"]
+    assert len(beams) == 2
+    assert beams[0]["score"] >= beams[1]["score"]
+
+
+# demo
+
+
+@pytest.mark.slow
+def test_the_demo_shows_that_the_document_is_read_once(capsys):
+    """The main job, as a machine sees it: figures that must hold on any hardware."""
+    figures = json.loads(run(capsys, "demo", "--json"))
+    first, *later = figures["questions"]
+    assert figures["document_tokens"] > 1400
+    assert first["cached_tokens"] == 0
+    for row in later:
+        assert row["prompt_tokens"] - row["cached_tokens"] < 30
+        assert row["answer"].strip()
+    assert figures["second_question_sooner"] >= 8
+    samples, beams, cache = figures["samples"], figures["beams"], figures["cache"]
+    shared_pages = samples["prompt_tokens"] // 16
+    tails = [
+        -(-(samples["prompt_tokens"] + new) // 16) - shared_pages for new in samples["new_tokens"]
+    ]
+    assert samples["pages_held"] <= shared_pages + 1 + sum(tails)
+    assert beams["cached_tokens"] == beams["prompt_tokens"] - 1
+    scores = [beam["score"] for beam in beams["beams"]]
+    assert len(scores) == 4
+    assert scores == sorted(scores, reverse=True)
+    assert cache["pages_free"] + cache["pages_cached"] == cache["pages_total"]
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_reader_that_leaves_early_gets_no_traceback(form):
+    env = {**os.environ, "PYTHONPATH": str(Path(radixkv.__file__).parent.parent)}
+    command = [sys.executable, "-m", "radixkv.cli", "calc", *GEOMETRY, *form]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env
+    ) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
+
+
+def test_help_names_every_command(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert all(f"\n    {name} " in text for name in ("demo", "generate", "calc"))

