@@ -71,6 +71,7 @@ IMPORT_ORDER = [
     "branch",
     "engine",
     "demo",
+    "quality",
     "cli",
 ]
 
