@@ -1,4 +1,4 @@
-"""The command `radixkv`: the demo, text from a prompt, and how much memory KV pages take.
+"""The command `radixkv`: the demo, text from a prompt, what KV pages take and what they cost.
 
 A sub-command is an entry of `_COMMANDS`: it adds its arguments and says which function runs.
 Nothing heavy is imported before a sub-command needs it.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
+_QUALITY_TOKENS = _QUALITY_CONTEXT = 2048
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -151,14 +153,18 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop", action="append", default=[], help="a string that ends the text")
 
 
+def _read_text(option: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{option}: expected a readable UTF-8 text file; {error}") from error
+
+
 def _read_prompt(arguments: argparse.Namespace) -> str | list[dict[str, str]]:
     if arguments.file is not None:
         if arguments.prompt is not None:
             raise ValueError("prompt: expected a prompt or --file, got both; leave one out")
-        try:
-            text = arguments.file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--file: expected a readable UTF-8 text file; {error}") from error
+        text = _read_text("--file", arguments.file)
     elif arguments.prompt in (None, "-"):
         text = sys.stdin.read()
     else:
@@ -449,6 +455,149 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes / 1024:.1f} TiB"
 
 
+# quality
+
+
+def _add_quality_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        help="folder or hub id of a transformers causal LM (default: a small chat model, "
+        "prepared at the first use)",
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="UTF-8 text to measure on (default: Python's own language reference)",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        metavar="N",
+        help=f"predictions to measure ({_QUALITY_TOKENS}, 3 minutes with the small model on 2 "
+        "cores; figures to publish need 30,000 or more)",
+    )
+    parser.add_argument(
+        "--context",
+        type=int,
+        metavar="N",
+        help=f"tokens a window ({_QUALITY_CONTEXT}, or the model's positions if fewer)",
+    )
+    parser.add_argument(
+        "--kv-dtype",
+        metavar="DTYPE[,DTYPE]",
+        help=f"of {', '.join(KV_DTYPES)}, or two of them for K and V, such as int8/int4 "
+        "(default: int8,fp8,fp8_e5m2,int8/int4,int4)",
+    )
+
+
+def _run_quality(arguments: argparse.Namespace) -> None:
+    """Measure what each KV format costs a model in accuracy, with and without rotation."""
+    for option, value, least in (
+        ("--context", arguments.context, 16),
+        ("--tokens", arguments.tokens, 1),
+    ):
+        if value is not None:
+            require_int(option, value, least)
+    from radixkv import quality
+    from radixkv.text import encode_prompt
+
+    names = list(quality.FORMATS)
+    if arguments.kv_dtype is not None:
+        names = arguments.kv_dtype.split(",")
+        for name in names:
+            quality.parse_format(name)
+    if arguments.text is None:
+        text, text_name = quality.default_text(), "pydoc_data.topics"
+    else:
+        text, text_name = _read_text("--text", arguments.text), arguments.text.name
+        if not text:
+            raise ValueError(f"--text: expected some text, got none in {arguments.text}")
+    start = time.perf_counter()
+    # This engine only loads: what is measured lies in caches of its own.
+    config = KVConfig(dtype="model", capacity="64MiB")
+    with load_engine(arguments.model, config) as engine:
+        if engine.tokenizer is None:
+            raise RadixKVError(
+                f"--model: expected a model with a tokenizer, got {arguments.model!r} without; "
+                f"save the tokenizer to the same folder"
+            )
+        token_ids = encode_prompt(engine.tokenizer, text, vocab_size=engine.vocab_size)
+        bos = engine.tokenizer.bos_token_id
+        first_ids = [bos] if bos is not None and token_ids[0] == bos else []
+        tokens, context = arguments.tokens, arguments.context
+        if context is None:
+            context = min(_QUALITY_CONTEXT, engine.max_positions or _QUALITY_CONTEXT)
+        if tokens is None:
+            tokens = min(_QUALITY_TOKENS, len(token_ids) - len(first_ids) - 1)
+        with _show_passes() as tell:
+            found = quality.measure_quality(
+                engine.model,
+                token_ids[len(first_ids) :],
+                num_tokens=tokens,
+                context=context,
+                formats=names,
+                first_ids=first_ids,
+                tell=tell,
+            )
+        setting = {**quality.describe(engine.model), "text": text_name}
+    report = {**setting, **dataclasses.asdict(found)}
+    report["recommendation"] = quality.recommend(found)
+    report["total_s"] = time.perf_counter() - start
+    if arguments.json:
+        print(json.dumps(report, indent=2))
+        return
+    _print_quality(report)
+
+
+@contextlib.contextmanager
+def _show_passes() -> Iterator[Callable[[int, int], None]]:
+    """Give a function that shows passes done and to be done, where standard error is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(file=sys.stderr)
+    columns = (TextColumn("measuring"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("measuring", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _print_quality(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        title=f"Accuracy of KV formats: {report['model']}, {report['num_tokens']:,} tokens of "
+        f"{report['text']}, {report['context']:,} a window",
+        caption=f"against unquantized pages ({report['model_dtype']}, "
+        f"{report['bytes_per_token']:,} bytes/token, perplexity {report['perplexity']:.4f}); "
+        f"±: standard error; KL: divergence a token in nats; greedy: tokens until the first that "
+        f"differs, of {report['greedy_tokens']}, mean of {report['greedy_prompts']} prompts",
+    )
+    table.add_column("KV format", no_wrap=True)
+    table.add_column("rotation")
+    for heading in ("bytes/token", "perplexity", "change", "mean KL", "p99 KL", "top-1", "greedy"):
+        table.add_column(heading, justify="right")
+    for row in report["formats"]:
+        table.add_row(
+            row["kv_dtype"],
+            row["rotate"],
+            f"{row['bytes_per_token']:,}",
+            f"{row['perplexity']:.4f}",
+            f"{100 * row['perplexity_change']:+.2f} ± "
+            f"{100 * row['perplexity_change_stderr']:.2f} %",
+            f"{row['kl_mean']:.1e}",
+            f"{row['kl_p99']:.1e}",
+            f"{100 * row['top1_agreement']:.1f} %",
+            f"{row['greedy_match']:.1f}",
+        )
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(report["recommendation"])
+    console.print(f"Measured in {report['total_s']:.0f} s on {report['hardware']}.", style="dim")
+
+
 _COMMANDS: dict[
     str,
     tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], None]],
@@ -456,6 +605,7 @@ _COMMANDS: dict[
     "demo": (_add_demo_arguments, _run_demo),
     "generate": (_add_generate_arguments, _run_generate),
     "calc": (_add_calc_arguments, _run_calc),
+    "quality": (_add_quality_arguments, _run_quality),
 }
 
 

@@ -73,6 +73,7 @@ IMPORT_ORDER = [
     "engine",
     "metrics",
     "demo",
+    "quality",
     "cli",
 ]
 
