@@ -598,6 +598,75 @@ def _print_quality(report: dict[str, Any]) -> None:
     console.print(f"Measured in {report['total_s']:.0f} s on {report['hardware']}.", style="dim")
 
 
+def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", choices=("cache",), help="what is timed")
+    parser.add_argument(
+        "--trace",
+        choices=("rag", "agent", "samples"),
+        action="append",
+        help="may be given several times (default: all three)",
+    )
+    parser.add_argument("--requests", type=int, help="of each trace (default: its own number)")
+    parser.add_argument("--capacity", type=int, default=200_000, help="tokens (200000)")
+    parser.add_argument("--page-size", type=int, default=16, help="tokens a page (16)")
+    parser.add_argument("--ids", choices=("list", "array"), default="list", help="as given (list)")
+
+
+def _run_bench(arguments: argparse.Namespace) -> None:
+    """Time the cache by itself on three kinds of traces, against brute force; no model."""
+    from dataclasses import asdict
+
+    from rich.console import Console
+    from rich.progress import track
+    from rich.table import Table
+
+    from radixkv.bench_cache import hardware, run_trace
+
+    notes = Console(stderr=True)
+    results = []
+    for trace in arguments.trace or ("rag", "agent", "samples"):
+
+        def shown(requests: Any, trace: str = trace) -> Any:
+            return track(requests, description=trace, console=notes, transient=True)
+
+        results.append(
+            run_trace(
+                trace,
+                num_requests=arguments.requests,
+                capacity_tokens=arguments.capacity,
+                page_size=arguments.page_size,
+                ids=arguments.ids,
+                progress=None if arguments.json else shown,
+            )
+        )
+    record = {"hardware": hardware(), "capacity_tokens": arguments.capacity}
+    record |= {"page_size": arguments.page_size, "traces": [asdict(r) for r in results]}
+    if not arguments.json:
+        table = Table(
+            "trace", "requests", "tokens", "p50 us", "p99 us", "mean us", "brute us"
+        )
+        table.add_column("hits")
+        table.add_column("host B a token")
+        for column in table.columns[1:]:
+            column.justify = "right"
+        for r in results:
+            brute = "" if r.baseline_us_mean is None else f"{r.baseline_us_mean:,.0f}"
+            memory = "" if r.host_bytes_per_token is None else f"{r.host_bytes_per_token:.1f}"
+            table.add_row(
+                r.trace,
+                f"{r.num_requests:,}",
+                f"{r.mean_tokens:,.0f}",
+                f"{r.us_p50:.0f}",
+                f"{r.us_p99:.0f}",
+                f"{r.us_mean:.0f}",
+                brute,
+                f"{r.hit_rate:.1%}",
+                memory,
+            )
+        Console().print(table)
+    print(json.dumps(record))
+
+
 _COMMANDS: dict[
     str,
     tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], None]],
@@ -606,6 +675,7 @@ _COMMANDS: dict[
     "generate": (_add_generate_arguments, _run_generate),
     "calc": (_add_calc_arguments, _run_calc),
     "quality": (_add_quality_arguments, _run_quality),
+    "bench": (_add_bench_arguments, _run_bench),
 }
 
 

@@ -216,3 +216,15 @@ def test_help_names_every_command(capsys):
     assert ended.value.code == 0
     text = capsys.readouterr().out
     assert all(f"\n    {name} " in text for name in ("demo", "generate", "calc"))
+
+
+def test_bench_cache_ends_in_json_with_its_setting(capsys):
+    arguments = ("bench", "cache", "--trace", "rag", "--requests", "30", "--capacity", "20000")
+    record = json.loads(run(capsys, *arguments).strip().splitlines()[-1])
+    assert record["capacity_tokens"] == 20_000
+    assert record["hardware"]
+    (trace,) = record["traces"]
+    assert (trace["trace"], trace["num_requests"]) == ("rag", 30)
+    assert 0 < trace["us_p50"] <= trace["us_p99"]
+    assert trace["host_bytes_per_token"] < 16
+    assert trace["tokens_matched"] > 0

@@ -72,6 +72,7 @@ IMPORT_ORDER = [
     "branch",
     "engine",
     "metrics",
+    "bench_cache",
     "demo",
     "quality",
     "cli",
