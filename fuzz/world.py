@@ -606,8 +606,8 @@ class World:
                         due,
                     )
                 if node.children is not None:  # type: ignore[attr-defined]
-                    for child in node.children.by_key.values():  # type: ignore[attr-defined]
-                        stack.append((child, before + tokens))
+                    below = node.children.by_key.values()  # type: ignore[attr-defined]
+                    stack.extend((child, before + tokens) for child in below)
         return out
 
     def close(self) -> None:

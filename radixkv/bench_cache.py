@@ -17,9 +17,10 @@ import sys
 import time
 import tracemalloc
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -203,7 +204,7 @@ def run_trace(
     measure_memory: bool = True,
     seed: int = 0,
     eviction: str = "lru",
-    progress: Callable[[Sequence[Request]], Sequence[Request]] | None = None,
+    progress: Callable[[Sequence[Any]], Iterable[Any]] | None = None,
 ) -> TraceResult:
     """Run one trace and say what a request costs.
 
@@ -229,8 +230,7 @@ def run_trace(
     times = np.empty(len(given))
     matched = 0
     gc.collect()
-    wrapped = given if progress is None else progress(given)  # type: ignore[arg-type]
-    for i, (prompt, whole) in enumerate(wrapped):  # type: ignore[misc]
+    for i, (prompt, whole) in enumerate(given if progress is None else progress(given)):
         start = time.perf_counter()
         matched += request(cache, prompt, whole)
         times[i] = time.perf_counter() - start
@@ -283,10 +283,8 @@ def host_bytes_per_token(
 def hardware() -> str:
     """The processor that numbers were measured on."""
     try:
-        with open("/proc/cpuinfo") as file:
-            names = [
-                line.split(":", 1)[1].strip() for line in file if line.startswith("model name")
-            ]
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     except OSError:
         names = []
     count = f"{len(names)} x " if names else ""

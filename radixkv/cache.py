@@ -163,14 +163,15 @@ class Lease:
     def slots(self, start: int = 0, stop: int | None = None) -> NDArray[np.int64]:
         """Slots (page_id * page_size + offset) of tokens start to stop. [stop - start] int64."""
         self._require_open()
-        stop = self.num_tokens if stop is None else stop
-        if not 0 <= start <= stop <= self.num_tokens:
+        num_tokens = len(self._tokens) // TOKEN_BYTES
+        stop = num_tokens if stop is None else stop
+        if not 0 <= start <= stop <= num_tokens:
             raise ValueError(
-                f"slots: expected 0 <= start <= stop <= {self.num_tokens}, got {start}, {stop}"
+                f"slots: expected 0 <= start <= stop <= {num_tokens}, got {start}, {stop}"
             )
         page_size = self._cache.page_size
         if stop - start == 1:
-            page = int(self._pages[start // page_size])
+            page = self._pages.item(start // page_size)
             return np.array([page * page_size + start % page_size], dtype=np.int64)
         positions = np.arange(start, stop, dtype=np.int64)
         pages = self._pages[positions // page_size]
@@ -260,25 +261,34 @@ class Lease:
         if not tokens:
             return
         cache = self._cache
-        with cache._guard:
-            old = self.num_tokens
-            new = old + len(tokens) // TOKEN_BYTES
-            page_size = cache.page_size
-            more = -(-new // page_size) - self._num_pages
-            tail = self._num_pages - 1
-            copies = int(old % page_size != 0 and cache.pool.count(self._pages[tail]) > 1)
-            if more or copies:
-                pages = cache._allocate(more + copies, "extend")
-                if copies:
-                    self._replace(tail, int(pages[-1]), old - tail * page_size)
-                if more:
-                    self._append(pages[:more])
-            if self.num_written == old:
-                self._chunk_start = old
-            if isinstance(self._tokens, bytes):
-                self._tokens = bytearray(self._tokens)
-            self._tokens += tokens
-            self._batch = None
+        old = len(self._tokens) // TOKEN_BYTES
+        new = old + len(tokens) // TOKEN_BYTES
+        page_size = cache.page_size
+        more = -(-new // page_size) - self._num_pages
+        # A page that this lease alone owns stays so whatever other threads do: no lock for it.
+        if more or (old % page_size and cache.pool.count(self._pages[self._num_pages - 1]) > 1):
+            with cache._guard:
+                self._make_room(old, more)
+        if self.num_written == old:
+            self._chunk_start = old
+        if isinstance(self._tokens, bytes):
+            self._tokens = bytearray(self._tokens)
+        self._tokens += tokens
+        self._batch = None
+
+    def _make_room(self, old: int, more: int) -> None:
+        """Append ``more`` pages; copy a part-filled last page of ``old`` tokens that is shared."""
+        cache = self._cache
+        tail = self._num_pages - 1
+        in_part = old - tail * cache.page_size
+        copies = int(
+            tail >= 0 and in_part < cache.page_size and cache.pool.count(self._pages[tail]) > 1
+        )
+        pages = cache._allocate(more + copies, "extend")
+        if copies:
+            self._replace(tail, int(pages[-1]), in_part)
+        if more:
+            self._append(pages[:more])
 
     def fork(self) -> Lease:
         """A second lease on the same pages; nothing is copied until one of them writes."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -160,7 +160,7 @@ class PagePool:
     @property
     def in_tree(self) -> NDArray[np.bool_]:
         """Whether the tree is an owner. [num_pages + 1] bool, a copy."""
-        return (self.state & IN_TREE) != 0
+        return np.asarray((self.state & IN_TREE) != 0, dtype=np.bool_)
 
     def stand_in(self, page_id: int, tree_page: int) -> None:
         """Keep ``tree_page`` held for as long as ``page_id`` has an owner.
@@ -256,7 +256,7 @@ class PageStorage:
         self._layers = [LayerPages(*(t[i] for t in self.pages)) for i in range(spec.num_layers)]
         copied = [t.view(torch.uint8) for t in self.pages if t.numel()]
         # On a CPU the copies go through NumPy, whose calls cost a tenth of torch's.
-        self._copied = [t.numpy() if device.type == "cpu" else t for t in copied]
+        self._copied: list[Any] = [t.numpy() if device.type == "cpu" else t for t in copied]
 
     def layer(self, layer_idx: int) -> LayerPages:
         """Views of one layer's tensors."""

@@ -56,6 +56,8 @@ def encode_tokens(token_ids: Any, *, name: str = "token_ids") -> bytes:
     """
     if not isinstance(token_ids, (list, tuple)):
         return _as_array(token_ids, name).astype(_BIG_ENDIAN).tobytes()
+    if len(token_ids) == 1 and type(token_ids[0]) is int and 0 <= token_ids[0] <= MAX_TOKEN_ID:
+        return token_ids[0].to_bytes(TOKEN_BYTES, "big")  # a decode step: no array for one token
     try:
         native = array.array("I", token_ids)
     except (TypeError, OverflowError):

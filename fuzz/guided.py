@@ -1,0 +1,24 @@
+"""Coverage-guided fuzzing of tree, pool and cache with atheris: bytes are operations.
+
+python -m fuzz.guided [corpus folder] [libFuzzer options, such as -runs=2000]
+"""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    import atheris  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+    with atheris.instrument_imports(include=["radixkv.radix", "radixkv.pool", "radixkv.cache"]):
+        from fuzz.driver import run_bytes
+    import torch
+
+    torch.set_num_threads(1)
+    atheris.Setup(sys.argv, lambda data: run_bytes(bytes(data[:400])))
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()
