@@ -78,6 +78,7 @@ class Branch:
             self.namespace,
             engine.tokenizer,
             engine.eos_token_ids,
+            guide=engine.make_guide(chosen),  # before pages are taken: it may raise
             lease=self._take_fork(),
             on_lease=handed.append if keep else None,
         )

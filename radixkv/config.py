@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -129,6 +130,34 @@ def _require_ids(name: str, value: object) -> tuple[int, ...]:
     return tuple(require_int(name, token_id, 0) for token_id in value)
 
 
+def _require_json_schema(name: str, value: Any) -> dict[str, Any]:
+    """Return ``value`` as a mapping of its own, made of what JSON has; not checked as a schema."""
+    expected = "a JSON schema: a mapping, True, the JSON text of one, or a pydantic model"
+    if hasattr(value, "model_json_schema"):
+        value = value.model_json_schema()
+    if isinstance(value, str):
+        text = value
+    elif isinstance(value, (Mapping, bool)):
+        try:
+            text = json.dumps(dict(value) if isinstance(value, Mapping) else value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name}: expected {expected}, got {value!r}; {error}") from error
+    else:
+        raise TypeError(f"{name}: expected {expected}, got {value!r} of {type(value).__name__}")
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{name}: expected {expected}, got {value!r}; {error}") from error
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
+        raise ValueError(f"{name}: expected {expected}, got {value!r}")
+    return schema
+
+
+_CONSTRAINTS = ("json_schema", "regex", "grammar")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one request is sampled; see the fields. ``temperature=0`` is greedy.
@@ -155,7 +184,17 @@ class SamplingParams:
         timeout_s: seconds after which the request ends with ``finish_reason="abort"``.
         logits_processors: callables ``(input_ids [1, n], logits [1, vocab]) -> logits``, as
             transformers defines them, applied in order before everything else.
-        json_schema, regex, grammar: constrained output; refused until it is built.
+        json_schema: the text is JSON that this schema allows (needs the extra ``guided``, as
+            do the next two): a mapping, True for any JSON, the JSON text of these, or a
+            pydantic model. At most one space comes between the parts of the text; another
+            rule: ``{"x-guidance": {"whitespace_pattern": ...}}`` in the schema.
+        regex: the whole text matches this (Rust's syntax: no look-around, no back-references).
+        grammar: the whole text follows this grammar, in llguidance's variety of Lark.
+
+    At most one of the last three. They bar tokens that cannot lead to such a text; end tokens
+    come only where it is whole, and it ends (``"stop"``) where nothing may follow. A text that
+    is cut short by ``max_new_tokens``, ``stop``, ``stop_token_ids`` or ``timeout_s`` need not be
+    whole.
     """
 
     n: int = 1
@@ -225,12 +264,31 @@ class SamplingParams:
                 f"got {self.logits_processors!r}"
             )
         object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
-        for name in ("json_schema", "regex", "grammar"):
-            if getattr(self, name) is not None:
-                raise ValueError(
-                    f"{me}.{name}: constrained output is not built yet, got "
-                    f"{getattr(self, name)!r}; leave it None and check the text yourself"
+        if self.json_schema is not None:
+            schema = _require_json_schema(f"{me}.json_schema", self.json_schema)
+            object.__setattr__(self, "json_schema", schema)
+        for name in ("regex", "grammar"):
+            text = getattr(self, name)
+            if text is not None and not isinstance(text, str):
+                raise TypeError(
+                    f"{me}.{name}: expected a str, got {text!r} of type {type(text).__name__}"
                 )
+        given = [name for name in _CONSTRAINTS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(
+                f"{me}: expected at most one of {', '.join(_CONSTRAINTS)}, got "
+                f"{' and '.join(given)}; leave the others None"
+            )
+        if given and self.ignore_eos:
+            raise ValueError(
+                f"{me}.ignore_eos: expected False with {given[0]}, got True; the text ends where "
+                f"it is whole"
+            )
+
+    @property
+    def constraint(self) -> str | None:
+        """Which of ``json_schema``, ``regex`` and ``grammar`` is given; None if none is."""
+        return next((name for name in _CONSTRAINTS if getattr(self, name) is not None), None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,7 @@ from radixkv.errors import (
     EngineClosedError,
     RadixKVError,
 )
+from radixkv.guided import Guide, make_guide
 from radixkv.model import ModelRunner
 from radixkv.request import (
     BeamRequest,
@@ -635,6 +636,15 @@ class Engine:
             raise TypeError(f"params: expected SamplingParams, got {type(params).__name__}")
         return params
 
+    def make_guide(self, params: SamplingParams) -> Guide | None:
+        """What ``params`` constrain a text to; raises what is wrong with it."""
+        return make_guide(
+            params,
+            self.tokenizer,
+            vocab_size=self.vocab_size,
+            eos_token_ids=self.eos_token_ids,
+        )
+
     def _encode(self, prompt: Any) -> list[int]:
         return encode_prompt(self.tokenizer, prompt, vocab_size=self.vocab_size)
 
@@ -696,7 +706,13 @@ class Engine:
         chosen = self.sampling_params(params, fields_)
         self.check_request(token_ids, chosen)
         return SampleRequest(
-            token_ids, chosen, namespace, self.tokenizer, self.eos_token_ids, record=record
+            token_ids,
+            chosen,
+            namespace,
+            self.tokenizer,
+            self.eos_token_ids,
+            guide=self.make_guide(chosen),
+            record=record,
         )
 
     def _make_requests(

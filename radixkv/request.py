@@ -25,6 +25,7 @@ from radixkv.beam import BeamSearch
 from radixkv.cache import Lease
 from radixkv.config import BeamParams, SamplingParams
 from radixkv.errors import RadixKVError
+from radixkv.guided import Guide
 from radixkv.sampling import Sampled, SamplerRow, fresh_seed, top_logprobs
 from radixkv.scheduler import Output, Scheduler, Sequence
 from radixkv.text import TextStream
@@ -59,7 +60,8 @@ class Sample:
         text: their text, without the stop string or the token that ended it. If the last
             character was cut short by ``max_new_tokens``, it shows as the tokenizer decodes it.
         finish_reason: "stop", "length" or "abort".
-        stop_reason: the stop string or token id that ended it.
+        stop_reason: the stop string or token id that ended it; None where a schema, regex or
+            grammar did.
         logprobs: per token, id to log-probability (natural log, of the model's own
             distribution); None unless asked for.
         cumulative_logprob: sum of the tokens' log-probabilities.
@@ -349,6 +351,7 @@ class SampleRequest(Request):
 
     Args:
         eos_token_ids: ends a sample, unless ``params.ignore_eos``.
+        guide: what ``params`` constrain the text to, at its beginning; each sample forks it.
         on_lease: gets the first sample's lease at its end, instead of its release.
     """
 
@@ -360,6 +363,7 @@ class SampleRequest(Request):
         tokenizer: Any,
         eos_token_ids: Collection[int],
         *,
+        guide: Guide | None = None,
         record: bool = False,
         lease: Lease | None = None,
         on_lease: Callable[[Lease | None], None] | None = None,
@@ -371,7 +375,9 @@ class SampleRequest(Request):
             self._stop_ids |= set(eos_token_ids)
         self._samples = [
             _SampleState(
-                SamplerRow(params, seed, i, prompt_token_ids, []),
+                SamplerRow(
+                    params, seed, i, prompt_token_ids, [], None if guide is None else guide.fork()
+                ),
                 TextStream(
                     tokenizer,
                     skip_special_tokens=params.skip_special_tokens,
@@ -439,13 +445,17 @@ class SampleRequest(Request):
         if token.top is not None:
             state.logprobs.append(token.top)
         self._note_token(index)
-        text = ""
+        text, guide = "", state.row.guide
         if token.token_id in self._stop_ids:
             state.finish_reason, state.stop_reason = "stop", token.token_id
         else:
+            if guide is not None:
+                guide.advance(token.token_id)
             text = state.stream.push([token.token_id])
             if state.stream.stopped is not None:
                 state.finish_reason, state.stop_reason = "stop", state.stream.stopped
+            elif guide is not None and guide.finished:
+                state.finish_reason = "stop"
             elif len(token_ids) == self.params.max_new_tokens:
                 state.finish_reason = "length"
         if state.finish_reason:

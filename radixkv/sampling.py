@@ -8,11 +8,12 @@ Order, each step skipped where its option is off:
 2. repetition penalty, tokens of prompt and output: logits above 0 divided, the others multiplied;
 3. presence and frequency penalty, tokens of the output alone: subtracted;
 4. ``logit_bias``: added;
-5. temperature: divides; 0 takes the largest logit, of equal ones the lowest id, and ends here;
-6. ``top_k``: the k largest, and those equal to the k-th;
-7. ``top_p``: of what is left, the fewest of the largest whose probabilities reach it, of equal
+5. ``json_schema``, ``regex``, ``grammar``: tokens that cannot follow are barred;
+6. temperature: divides; 0 takes the largest logit, of equal ones the lowest id, and ends here;
+7. ``top_k``: the k largest, and those equal to the k-th;
+8. ``top_p``: of what is left, the fewest of the largest whose probabilities reach it, of equal
    ones the lowest ids first; the one that reaches it is kept;
-8. ``min_p``: of what is left, those at least this share as likely as the best.
+9. ``min_p``: of what is left, those at least this share as likely as the best.
 
 The token is drawn with one uniform number, a hash of (seed, sample index, step) with 53 bits,
 by the inverse of the cumulative distribution in the order of token ids. That order is fixed:
@@ -35,6 +36,7 @@ from torch import Tensor
 
 from radixkv.config import SamplingParams
 from radixkv.errors import NonFiniteError
+from radixkv.guided import Guide, allowed_tokens
 
 # Rows are processed so many logits at a time: bounds the copies, and suits a CPU's caches.
 _CHUNK_LOGITS = {"cpu": 1 << 20, "other": 1 << 25}
@@ -52,6 +54,7 @@ class SamplerRow:
         index: which sample of the request.
         prompt_token_ids: ids of the prompt; not changed while the row lives.
         token_ids: ids generated so far; the next one is drawn for step ``len(token_ids)``.
+        guide: which tokens may come next, after all of ``token_ids``; None is all.
     """
 
     params: SamplingParams
@@ -59,6 +62,7 @@ class SamplerRow:
     index: int
     prompt_token_ids: Sequence[int]
     token_ids: list[int]
+    guide: Guide | None = None
     _prompt: Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
     def prompt(self) -> Tensor:
@@ -172,9 +176,11 @@ def _require_finite(per_row: Tensor, start: int, where: str) -> None:
         )
 
 
-def _is_processed(params: SamplingParams) -> bool:
+def _is_processed(row: SamplerRow) -> bool:
+    params = row.params
     return bool(
-        params.logits_processors
+        row.guide is not None
+        or params.logits_processors
         or params.repetition_penalty != 1.0
         or params.presence_penalty
         or params.frequency_penalty
@@ -186,7 +192,7 @@ def _sample_chunk(logits: Tensor, rows: Sequence[SamplerRow], start: int) -> lis
     """Sample rows ``start`` and on of the batch. ``logits``: [len(rows), vocab] float32."""
     normalizer = torch.logsumexp(logits, dim=-1)
     _require_finite(normalizer, start, "the model's logits")
-    processed = [i for i, row in enumerate(rows) if _is_processed(row.params)]
+    processed = [i for i, row in enumerate(rows) if _is_processed(row)]
     scores = logits
     if processed:
         scores = logits.clone()
@@ -238,7 +244,7 @@ def _top_dicts(
 
 
 def _process(scores: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
-    """Return steps 1 to 4 of the order above. ``scores``: [len(rows), vocab], a copy of ours."""
+    """Return steps 1 to 5 of the order above. ``scores``: [len(rows), vocab], a copy of ours."""
     vocab = scores.shape[1]
     device = scores.device
     outputs = [torch.tensor(row.token_ids, dtype=torch.int64) for row in rows]
@@ -286,6 +292,11 @@ def _process(scores: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
     if biases:
         at, add = zip(*biases, strict=True)
         flat[torch.tensor(at, device=device)] += torch.tensor(add, device=device)
+    guides = {i: row.guide for i, row in enumerate(rows) if row.guide is not None}
+    if guides:
+        guided = list(guides)
+        allowed = allowed_tokens(list(guides.values()), vocab, device)
+        scores[guided] = scores[guided].masked_fill_(~allowed, -torch.inf)
     return scores
 
 
@@ -296,7 +307,7 @@ def _unique(places: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _draw(scores: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
-    """Return steps 5 to 8 and the draw. ``scores``: [len(rows), vocab] -> [len(rows)] int64."""
+    """Return steps 6 to 9 and the draw. ``scores``: [len(rows), vocab] -> [len(rows)] int64."""
     device = scores.device
     temperature = torch.tensor([row.params.temperature for row in rows], dtype=torch.float64)
     temperature = temperature.clamp(_TINY, _HUGE).float().to(device)
