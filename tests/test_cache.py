@@ -218,7 +218,7 @@ def test_a_failed_call_changes_nothing() -> None:
         cache.acquire([5, 6, 7, 8, 9, 10, 11])
     with pytest.raises(CapacityError, match="extend: needs 3 pages"):
         lease.extend([1, 2, 3, 4, 5, 6])
-    with pytest.raises(CapacityError, match="2 of 2 are pinned|needs 2 more pages"):
+    with pytest.raises(CapacityError, match="needs 2 more pages"):
         cache.pin([1, 2, 3, 4])
     bad = rows([1, 2, 9], 2)
     bad[0, 0, 1] = float("nan")
@@ -295,9 +295,11 @@ def test_a_pinned_part_page_stays_findable_when_a_longer_one_takes_its_place() -
 def test_a_dropped_lease_warns_and_gives_back_also_in_the_middle_of_a_call() -> None:
     cache = make()
     lease = cache.acquire([1, 2, 3])
+    dropped = [lease]
+    del lease
     with pytest.warns(ResourceWarning, match="3 tokens was dropped"):
-        del lease
-        gc.collect()
+        dropped.clear()
+    gc.collect()
     assert cache.stats().pages_free == 8
     inner = cache.acquire([4, 5, 6])
     evict = cache.tree.evict
@@ -399,7 +401,7 @@ def test_traces_match_no_less_than_brute_force(trace: str) -> None:
     assert result.baseline_tokens_matched is not None
     assert result.tokens_matched >= result.baseline_tokens_matched
     assert result.us_p50 > 0
-    full = run_trace(trace, num_requests=60, capacity_tokens=20_000, baseline=False, ids="array")
+    full = run_trace(trace, num_requests=60, capacity_tokens=8_000, baseline=False, ids="array")
     assert full.evicted_pages > 0
     assert full.host_bytes_per_token is not None
     assert full.host_bytes_per_token < 16
