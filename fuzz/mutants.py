@@ -1,4 +1,4 @@
-"""Break one line of radix.py, pool.py or cache.py at a time: does the machine notice?
+"""Break one line of radix.py, pool.py or cache.py at a time, to see whether it is noticed.
 
     python -m fuzz.mutants --count 60 --seed 0
 

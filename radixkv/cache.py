@@ -471,13 +471,11 @@ class Pin:
         page_ids: PageIds,
         num_tokens: int,
         namespace: Hashable,
-        expires: float | None,
     ) -> None:
         self._cache = cache
         self._pages = page_ids
         self.num_tokens = num_tokens
         self.namespace = namespace
-        self._expires = expires
         self._active = True
 
     @property
@@ -676,7 +674,7 @@ class PrefixCache:
             self.tree.settle(found.node if found.child is None else found.child)
             self.tree.touch(found)
             expires = None if ttl is None else self._now() + ttl
-            pin = Pin(self, pages, found.num_tokens, namespace, expires)
+            pin = Pin(self, pages, found.num_tokens, namespace)
             self._pins.add(pin)
             if expires is not None:
                 self._num_timed += 1
