@@ -209,7 +209,7 @@ class PackedLinear(nn.Module):
         twin.__dict__.update(self.plain.__dict__)
         twin._parameters = dict(self.plain._parameters)
         twin._parameters["weight"] = nn.Parameter(
-            self.weight, requires_grad=self.plain.weight.requires_grad
+            self.weight, requires_grad=parameter.requires_grad
         )
         return twin
 
