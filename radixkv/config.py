@@ -130,6 +130,14 @@ def _require_ids(name: str, value: object) -> tuple[int, ...]:
     return tuple(require_int(name, token_id, 0) for token_id in value)
 
 
+def _exact_int(digits: str) -> int:
+    # llguidance reads the numbers of a schema as float64 and would follow a neighbour of these.
+    number = int(digits)
+    if abs(number) > 2**53:
+        raise ValueError(f"integers in it must be from -2**53 to 2**53, not {digits}")
+    return number
+
+
 def _require_json_schema(name: str, value: Any) -> dict[str, Any]:
     """Return ``value`` as a mapping of its own, made of what JSON has; not checked as a schema."""
     expected = "a JSON schema: a mapping, True, the JSON text of one, or a pydantic model"
@@ -145,7 +153,7 @@ def _require_json_schema(name: str, value: Any) -> dict[str, Any]:
     else:
         raise TypeError(f"{name}: expected {expected}, got {value!r} of {type(value).__name__}")
     try:
-        schema = json.loads(text)
+        schema = json.loads(text, parse_int=_exact_int)
     except ValueError as error:
         raise ValueError(f"{name}: expected {expected}, got {value!r}; {error}") from error
     if schema is True:

@@ -294,9 +294,9 @@ def _process(scores: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
         flat[torch.tensor(at, device=device)] += torch.tensor(add, device=device)
     guides = {i: row.guide for i, row in enumerate(rows) if row.guide is not None}
     if guides:
-        guided = list(guides)
         allowed = allowed_tokens(list(guides.values()), vocab, device)
-        scores[guided] = scores[guided].masked_fill_(~allowed, -torch.inf)
+        for i, row in zip(guides, allowed.logical_not_(), strict=True):
+            scores[i].masked_fill_(row, -torch.inf)
     return scores
 
 

@@ -35,6 +35,9 @@ def engine(tiny_model, byte_tokenizer):
 # any schema gives JSON that it allows
 
 letters = st.text('abcdé☃"\\\n ', max_size=4)
+numbers = st.one_of(
+    st.integers(-(2**53), 2**53), st.integers(-(10**6), 10**6).map(lambda number: number / 128)
+)
 leaves = st.one_of(
     st.sampled_from([{"type": "boolean"}, {"type": "null"}, {"type": "string", "maxLength": 0}]),
     st.tuples(st.integers(-500, 500), st.integers(0, 800)).map(
@@ -43,7 +46,7 @@ leaves = st.one_of(
     st.tuples(st.integers(0, 2), st.integers(0, 3)).map(
         lambda pair: {"type": "string", "minLength": pair[0], "maxLength": pair[0] + pair[1]}
     ),
-    st.lists(st.one_of(letters, st.integers(), st.booleans(), st.none()), min_size=1, max_size=3)
+    st.lists(st.one_of(letters, numbers, st.booleans(), st.none()), min_size=1, max_size=3)
     .map(lambda values: {"enum": values}),
     letters.map(lambda value: {"const": value}),
 )  # fmt: skip
@@ -77,8 +80,8 @@ schemas = st.recursive(leaves, _larger, max_leaves=4)
 
 
 def same(a: Any, b: Any) -> bool:
-    """JSON's equality, in which true is not 1."""
-    return type(a) is type(b) and a == b
+    """JSON's equality, in which 1.0 is 1 but true is not."""
+    return isinstance(a, bool) == isinstance(b, bool) and a == b
 
 
 def allows(schema: dict[str, Any], value: Any) -> bool:
@@ -113,7 +116,7 @@ def allows(schema: dict[str, Any], value: Any) -> bool:
 
 def test_the_checker_of_these_tests_can_say_no():
     assert not allows({"type": "integer", "minimum": 0, "maximum": 3}, True)
-    assert not allows({"enum": [1]}, True)
+    assert not allows({"enum": [1]}, True) and allows({"enum": [1.0]}, 1)
     assert not allows({"anyOf": [{"const": "a"}, {"type": "null"}]}, "b")
     assert not allows({"type": "array", "items": {"const": "a"}, "minItems": 1, "maxItems": 2}, [])
     closed = {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]}
@@ -391,6 +394,11 @@ def test_a_token_that_cannot_follow_is_an_error(byte_tokenizer):
         (dict(json_schema=3), TypeError, "SamplingParams.json_schema: expected a JSON schema: "),
         (dict(json_schema=[]), TypeError, "SamplingParams.json_schema: expected a JSON schema: "),
         (dict(json_schema=False), ValueError, "SamplingParams.json_schema: expected a JSON schema"),
+        (
+            dict(json_schema={"properties": {"a": {"enum": [2**53 + 1]}}}),
+            ValueError,
+            "SamplingParams.json_schema: expected a JSON schema",
+        ),
         (dict(json_schema="[]"), ValueError, "SamplingParams.json_schema: expected a JSON schema"),
         (dict(json_schema="{no"), ValueError, "SamplingParams.json_schema: expected a JSON schema"),
         (dict(json_schema={"a": {1}}), TypeError, "SamplingParams.json_schema: expected a JSON"),
