@@ -54,8 +54,7 @@ MAX_DECODE_GROUP = 8  # more query heads a KV head than this pay as matrix produ
 SPLIT = 512  # tokens a decode task reads
 CHUNK = 128  # tokens whose V rows stay in the first-level cache
 PREFETCH_TOKENS = 32  # how far ahead of the arithmetic pages are asked for
-EXTEND_SPLIT = 2048  # the same for extends of few queries
-SPLIT_QUERIES = 16  # an extend of at most this many queries is split over KV
+ROW_QUERIES = 16  # query tokens that take turns over a split while it is in cache
 TILE = 64  # tokens dequantized at a time in extend
 TILE_ROWS = 128  # query rows (tokens x heads) an extend task holds at most
 
@@ -66,6 +65,7 @@ _ACCUMULATORS = 16 if _WIDE or LANES == 4 else 8
 _PAIRS = bool(_CPU.get("avx512bw") if _WIDE else _CPU.get("avx2"))
 """Whether there is an instruction that multiplies pairs of int16 and adds them up in int32."""
 _MAX_PAIR_DIM = 512  # 127 * 32767 * 512 just fits into int32; SPLIT rests on it as well
+_DECODE_LINE = 4 * (SPLIT + 4 * LANES)  # a row of scores: a block may end beyond the split
 _TILE_M = 8 if _WIDE or LANES == 4 else 4  # rows of one register tile of a matrix product
 
 _I1, _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
@@ -79,13 +79,13 @@ _FIELDS = """
     scratch partials counters slots
     q_token q_head out_token out_head k_page k_head v_page v_head ks_page ks_head vs_page vs_head
     table_row num_pages page_size num_tasks num_partials num_kv_heads group window scratch_bytes
-    rotate_k rotate_v num_tokens
+    rotate_k rotate_v num_tokens tile_queries partials_offset
 """.split()
 ARGS = np.dtype([(name, "i8") for name in _FIELDS] + [("scale", "f4"), ("softcap", "f4")])
 """What a kernel is told: addresses (bytes), strides (q, out, rows: elements; pages: bytes), sizes.
 
 ``tasks`` is [num_tasks, 5] int32: sequence, first query, split, number of splits, number of
-its first split among all partial results. ``counters`` is int64: [0] threads begun, [1] next
+its first split among all partial results (-1: the task takes all splits by itself). ``counters`` is int64: [0] threads begun, [1] next
 task, [2] a bad page or slot (+ 1 if not negative), [3] whether a row is not finite, then from
 COUNTERS on one a (partial result, KV head) for the merge.
 """
@@ -493,15 +493,18 @@ def _to_natural_order(typingctx: Any, fmt: Any, head_dim: Any, source: Any, targ
     return types.void(fmt, head_dim, types.int64, types.int64), codegen
 
 
-def _query_chunks(group: int) -> list[tuple[int, int]]:
-    """(first, count) of the query heads that share one pass over K or V."""
-    most = _ACCUMULATORS // 2
+def _query_chunks(group: int, groups: int = 1) -> list[tuple[int, int]]:
+    """(first, count) of the query heads that share one pass over K or V.
+
+    Each needs ``groups`` sums (one a scale group) for two keys at least.
+    """
+    most = max(1, _ACCUMULATORS // 2 // groups)
     return [(i, min(most, group - i)) for i in range(0, group, most)]
 
 
-def _keys_per_block(group: int) -> int:
-    """Keys scored at once for ``group`` query heads."""
-    most = max(count for _, count in _query_chunks(group))
+def _keys_per_block(group: int, groups: int = 1) -> int:
+    """Keys scored at once for ``group`` query heads and ``groups`` scale groups."""
+    most = groups * max(count for _, count in _query_chunks(group, groups))
     return max(2, min(8, LANES // 2, _ACCUMULATORS // (1 << (most - 1).bit_length())))
 
 
@@ -660,6 +663,58 @@ def _pair_pieces(num: int) -> list[tuple[int, int]]:
     return [(i, min(2 * LANES, num - i)) for i in range(0, num, 2 * LANES)]
 
 
+def _word_spans(fmt: int, head_dim: int) -> list[tuple[int, int, int]]:
+    """(first element, count, scale group) of the int16 vectors of a row, in reading order."""
+    if fmt != INT4:
+        return [(first, count, 0) for first, count in _pair_pieces(head_dim)]
+    half, size = head_dim // 2, int4_group_size(head_dim)
+    return [
+        (first + part, count, (first + part) // size)
+        for first, count in _pair_pieces(half)
+        for part in (0, half)
+    ]
+
+
+def extends_in_rows(formats: tuple[int, int], k_dim: int, v_dim: int) -> bool:
+    """Whether several new tokens run through the decode kernel, bit for bit as single ones do.
+
+    So it is where decode computes in integers, whose rounding of queries and weights matrix
+    products in floats would not repeat: what is cached must not change a result.
+    """
+    return in_pairs(formats[0], k_dim) or in_pairs(formats[1], v_dim)
+
+
+def num_groups(fmt: int, head_dim: int) -> int:
+    """Scale groups of a row that is read in integers."""
+    return head_dim // int4_group_size(head_dim) if fmt == INT4 else 1
+
+
+def in_pairs(fmt: int, head_dim: int) -> bool:
+    """Whether decode reads rows of this format in integers, without making floats of them.
+
+    The query row (and the weights of a split) become int16 with one scale, 2**-16 of the largest
+    at most away from the real ones: far below int8's own 2**-8.
+    """
+    if not _PAIRS or fmt not in (INT8, INT4) or head_dim > _MAX_PAIR_DIM:
+        return False
+    if fmt == INT8:
+        return True
+    size = int4_group_size(head_dim)
+    whole = all(
+        (first + count - 1) // size == group for first, count, group in _word_spans(fmt, head_dim)
+    )
+    return whole and head_dim // size <= 4
+
+
+def _words(b: Any, fmt: int, codes: Any) -> list[Any]:
+    """2 * LANES stored bytes as int16 vectors: one, or for int4 its low and its high halves."""
+    kind = ir.VectorType(_I16, 2 * LANES)
+    if fmt == INT8:
+        return [b.sext(codes, kind)]
+    wide = b.zext(codes, kind)
+    return [b.and_(wide, _const(15, kind)), b.lshr(wide, _const(4, kind))]
+
+
 def _multiply_pairs(b: Any, acc: Any, x: Any, y: Any) -> Any:
     """acc[i] + x[2i] * y[2i] + x[2i + 1] * y[2i + 1]; x, y int16, acc int32."""
     pairs = ir.VectorType(_I16, 2 * LANES)
@@ -679,38 +734,51 @@ def _load_bytes(b: Any, pointer: Any, offset: Any, count: int) -> Any:
 
 
 @intrinsic(prefer_literal=True)
-def _quantize_query(typingctx: Any, head_dim: Any, source: Any, target: Any):
-    """Turn a float32 row (padded with zeros) into int16 (padded to pairs of vectors); the scale.
+def _quantize_query(
+    typingctx: Any, fmt: Any, head_dim: Any, source: Any, target: Any, sums: Any
+):
+    """Turn a float32 row into int16 in the order of `_word_spans`; its scale.
 
-    The largest element becomes 32767. A row with NaN or Inf has the scale NaN.
+    The largest element becomes 32767. ``sums`` gets the sum of the integers of each scale group,
+    times the scale. A row with NaN or Inf has the scale NaN.
     """
-    dim = _literal(head_dim)
+    f, dim = _literal(fmt), _literal(head_dim)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        source, target = _pointer(b, args[1]), _pointer(b, args[2])
-        vectors = [_load(b, source, 4 * first, _VF) for first, _ in _pieces(dim)]
+        source, target, sums = (_pointer(b, a) for a in args[2:])
         amax, nothing = _const(0.0), _const(0.0)
-        for x in vectors:
+        for first, count in _pieces(dim):
+            x = _load_floats(b, source, 4 * first, count)
             amax = _max(b, _call(b, "fabs", _VF, x), amax)
             nothing = b.fadd(nothing, b.fsub(x, x))
         largest = b.fadd(_fold(b, amax, _max), _fold(b, nothing, _add))
         most = ir.Constant(_F32, 32767.0)
         tiny = b.fcmp_ordered("<", largest, ir.Constant(_F32, MIN_SCALE))
         factor = _splat(b, b.select(tiny, ir.Constant(_F32, 0.0), b.fdiv(most, largest)))
-        for i in range(2 * len(_pair_pieces(dim))):
-            codes = ir.Constant(ir.VectorType(_I16, LANES), [0] * LANES)
-            if i < len(vectors):
-                rounded = _call(b, "rint", _VF, b.fmul(vectors[i], factor))
-                codes = b.trunc(b.fptosi(rounded, _VI), codes.type)
-            _store(b, codes, target, 2 * LANES * i)
-        return b.fdiv(largest, most)
+        scale = b.fdiv(largest, most)
+        totals = [_const(0.0)] * num_groups(f, dim)
+        for i, (start, size, group) in enumerate(_word_spans(f, dim)):
+            for part in range(2):
+                count = min(LANES, size - part * LANES)
+                codes = ir.Constant(ir.VectorType(_I16, LANES), [0] * LANES)
+                if count > 0:
+                    x = _load_floats(b, source, 4 * (start + part * LANES), count)
+                    rounded = _call(b, "rint", _VF, b.fmul(x, factor))
+                    totals[group] = b.fadd(totals[group], rounded)
+                    codes = b.trunc(b.fptosi(rounded, _VI), codes.type)
+                _store(b, codes, target, 2 * LANES * (2 * i + part))
+        for group, total in enumerate(totals):
+            _store(b, b.fmul(_fold(b, total, _add), scale), sums, 4 * group)
+        return scale
 
-    return types.float32(head_dim, types.int64, types.int64), codegen
+    i64 = types.int64
+    return types.float32(fmt, head_dim, i64, i64, i64), codegen
 
 
 @intrinsic(prefer_literal=True)
 def _score_pairs(
     typingctx: Any,
+    fmt: Any,
     head_dim: Any,
     group: Any,
     q: Any,
@@ -720,41 +788,155 @@ def _score_pairs(
     out: Any,
     out_bytes: Any,
 ):
-    """`_score_keys` for int8 rows in integers: exact dot products with int16 queries, as floats."""
-    dim, num_queries = _literal(head_dim), _literal(group)
+    """`_score_keys` in integers: exact dot products of codes with int16 queries, as floats.
+
+    ``out`` has a row for each query and scale group.
+    """
+    f, dim, num_queries = _literal(fmt), _literal(head_dim), _literal(group)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        q, base, last, ahead, out, out_bytes = args[2:]
+        q, base, last, ahead, out, out_bytes = args[3:]
         q, out, ahead = _pointer(b, q), _pointer(b, out), _pointer(b, ahead)
-        keys, pieces = _keys_per_block(num_queries), _pair_pieces(dim)
-        for line in range(-(-keys * dim // 64)):
+        groups, spans, row_bytes = num_groups(f, dim), _word_spans(f, dim), _row_bytes(f, dim)
+        keys, halves = _keys_per_block(num_queries, groups), 2 if f == INT4 else 1
+        for line in range(-(-keys * row_bytes // 64)):
             _prefetch(b, ahead, 64 * line)
         pointers = []
         for i in range(keys):
             index = ir.Constant(_I64, i)
             index = b.select(b.icmp_signed("<", index, last), index, last) if i else index
-            pointers.append(_pointer(b, b.add(base, b.mul(index, ir.Constant(_I64, dim)))))
+            pointers.append(_pointer(b, b.add(base, b.mul(index, ir.Constant(_I64, row_bytes)))))
         words = ir.VectorType(_I16, 2 * LANES)
-        for start, count in _query_chunks(num_queries):
-            sums: list[Any] = [None] * (count * keys)
-            for n, (first, size) in enumerate(pieces):
-                stored = [b.sext(_load_bytes(b, p, first, size), words) for p in pointers]
-                for g in range(count):
-                    place = 4 * LANES * ((start + g) * len(pieces) + n)
-                    query = _load(b, q, place, words)
-                    for i in range(keys):
-                        at = g * keys + i
-                        sums[at] = _multiply_pairs(b, sums[at], stored[i], query)
+        for start, count in _query_chunks(num_queries, groups):
+            sums: list[Any] = [None] * (count * groups * keys)
+            for n, (first, size) in enumerate(_pair_pieces(row_bytes)):
+                stored = [_words(b, f, _load_bytes(b, p, first, size)) for p in pointers]
+                for half in range(halves):
+                    span = halves * n + half
+                    for g in range(count):
+                        place = 4 * LANES * ((start + g) * len(spans) + span)
+                        query = _load(b, q, place, words)
+                        for i in range(keys):
+                            at = (g * groups + spans[span][2]) * keys + i
+                            sums[at] = _multiply_pairs(b, sums[at], stored[i][half], query)
             per_batch = max(1, LANES // keys)
-            for first in range(0, count, per_batch):
+            for first in range(0, count * groups, per_batch):
                 batch = sums[first * keys : (first + per_batch) * keys]
                 totals = b.sitofp(_sum_transposed(b, batch), _VF)
-                for g in range(len(batch) // keys):
-                    block = _shuffle(b, totals, totals, range(g * keys, (g + 1) * keys))
-                    _store(b, block, out, b.mul(ir.Constant(_I64, start + first + g), out_bytes))
+                for row in range(len(batch) // keys):
+                    block = _shuffle(b, totals, totals, range(row * keys, (row + 1) * keys))
+                    number = ir.Constant(_I64, start * groups + first + row)
+                    _store(b, block, out, b.mul(number, out_bytes))
         return context.get_dummy_value()
 
-    return types.void(head_dim, group, *[types.int64] * 6), codegen
+    return types.void(fmt, head_dim, group, *[types.int64] * 6), codegen
+
+
+@intrinsic
+def _affine(
+    typingctx: Any,
+    target: Any,
+    source: Any,
+    scales: Any,
+    zeros: Any,
+    scale: Any,
+    zero: Any,
+    num_vectors: Any,
+):
+    """target[:] += source[:] * scales[:] * scale + zeros[:] * zero; = if they are the same."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        same = b.icmp_signed("==", args[0], args[1])
+        target, source, scales, zeros = (_pointer(b, a) for a in args[:4])
+        scale, zero = _splat(b, args[4]), _splat(b, args[5])
+        with _each(b, args[6]) as loop:
+            at = b.mul(loop.index, ir.Constant(_I64, 4 * LANES))
+            rest = b.fmul(_load(b, zeros, at, _VF), zero)
+            old = b.select(same, _const(0.0), _load(b, target, at, _VF))
+            factor = b.fmul(_load(b, scales, at, _VF), scale)
+            value = _fma(b, _load(b, source, at, _VF), factor, b.fadd(rest, old))
+            _store(b, value, target, at)
+        return context.get_dummy_value()
+
+    i64, f32 = types.int64, types.float32
+    return types.void(i64, i64, i64, i64, f32, f32, i64), codegen
+
+
+@intrinsic
+def _products(typingctx: Any, target: Any, x: Any, y: Any, num_vectors: Any):
+    """target[:] = x[:] * y[:]; the largest of them."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        target, x, y = (_pointer(b, a) for a in args[:3])
+        best = cgutils.alloca_once_value(b, _const(-_INF))
+        with _each(b, args[3]) as loop:
+            at = b.mul(loop.index, ir.Constant(_I64, 4 * LANES))
+            product = b.fmul(_load(b, x, at, _VF), _load(b, y, at, _VF))
+            _store(b, product, target, at)
+            b.store(_max(b, product, b.load(best)), best)
+        return _fold(b, b.load(best), _max)
+
+    return types.float32(*[types.int64] * 4), codegen
+
+
+@intrinsic
+def _dot(typingctx: Any, x: Any, y: Any, num_vectors: Any):
+    """The sum of x[:] * y[:]."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        x, y = _pointer(b, args[0]), _pointer(b, args[1])
+        total = cgutils.alloca_once_value(b, _const(0.0))
+        with _each(b, args[2]) as loop:
+            at = b.mul(loop.index, ir.Constant(_I64, 4 * LANES))
+            more = _fma(b, _load(b, x, at, _VF), _load(b, y, at, _VF), b.load(total))
+            b.store(more, total)
+        return _fold(b, b.load(total), _add)
+
+    return types.float32(*[types.int64] * 3), codegen
+
+
+@intrinsic(prefer_literal=True)
+def _split_scales(
+    typingctx: Any, count: Any, source: Any, target: Any, line: Any, num: Any
+):
+    """target[i, :num] (float32, rows ``line`` bytes apart) = source[:num, i] (bfloat16)."""
+    width = _literal(count)
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        source, target, line, num = args[1:]
+        source, target = _pointer(b, source), _pointer(b, target)
+        whole = b.sdiv(num, ir.Constant(_I64, LANES))
+        with cgutils.for_range(b, whole) as loop:
+            place = b.mul(loop.index, ir.Constant(_I64, 2 * LANES * width))
+            codes = _load(b, source, place, ir.VectorType(_I16, LANES * width))
+            for i in range(width):
+                mine = _shuffle(b, codes, codes, range(i, LANES * width, width))
+                real = b.bitcast(b.shl(b.zext(mine, _VI), _const(16, _VI)), _VF)
+                at = b.mul(loop.index, ir.Constant(_I64, 4 * LANES))
+                _store(b, real, target, b.add(at, b.mul(line, ir.Constant(_I64, i))))
+        start = b.mul(whole, ir.Constant(_I64, LANES))
+        with cgutils.for_range(b, b.sub(num, start)) as loop:
+            token = b.add(start, loop.index)
+            for i in range(width):
+                place = b.add(b.mul(token, ir.Constant(_I64, 2 * width)), ir.Constant(_I64, 2 * i))
+                code = b.zext(_load(b, source, place, _I16), _I32)
+                real = b.bitcast(b.shl(code, ir.Constant(_I32, 16)), _F32)
+                at = b.mul(token, ir.Constant(_I64, 4))
+                _store(b, real, target, b.add(at, b.mul(line, ir.Constant(_I64, i))))
+        return context.get_dummy_value()
+
+    return types.void(count, *[types.int64] * 4), codegen
+
+
+@intrinsic
+def _ask_for(typingctx: Any, address: Any):
+    """Prefetch the cache line at an address."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        _prefetch(b, _pointer(b, args[0]), 0)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
 
 
 @intrinsic
@@ -776,6 +958,7 @@ def _quantize_weights(typingctx: Any, source: Any, target: Any, factor: Any, num
 @intrinsic(prefer_literal=True)
 def _add_pairs(
     typingctx: Any,
+    fmt: Any,
     head_dim: Any,
     group: Any,
     acc: Any,
@@ -786,45 +969,60 @@ def _add_pairs(
     num_runs: Any,
     ahead: Any,
 ):
-    """`_add_values` for int8 rows and int16 weights in integers, two tokens at a time.
+    """`_add_values` with int16 weights in integers, two tokens at a time.
 
-    acc: int32 [group, padded to pairs of vectors], columns in the order of `_interleave`.
+    weights has a row for each query and scale group. acc: int32 [group, spans, 2, LANES], the
+    columns of a span in the order of `_interleave`.
     """
-    dim, num_queries = _literal(head_dim), _literal(group)
+    f, dim, num_queries = _literal(fmt), _literal(head_dim), _literal(group)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        acc, weights, weights_bytes, rows, lens, num_runs, ahead = args[2:]
+        acc, weights, weights_bytes, rows, lens, num_runs, ahead = args[3:]
         acc, rows, lens = _pointer(b, acc), _pointer(b, rows), _pointer(b, lens)
-        pieces = _pair_pieces(dim)
-        acc_bytes = 8 * LANES * len(pieces)
+        groups, spans, row_bytes = num_groups(f, dim), _word_spans(f, dim), _row_bytes(f, dim)
+        pieces, halves = _pair_pieces(row_bytes), 2 if f == INT4 else 1
+        acc_bytes = 8 * LANES * len(spans)
         words = ir.VectorType(_I16, 2 * LANES)
-        one, two = ir.Constant(_I64, 1), ir.Constant(_I64, 2)
+        one, two, width = (ir.Constant(_I64, n) for n in (1, 2, row_bytes))
 
-        def add_tokens(number: Any, row: Any, other: Any, kind: Any, start: int, places: Any):
-            weight = []
-            for g in range(start, start + len({g for g, _ in places})):
-                place = b.add(b.mul(ir.Constant(_I64, g), weights_bytes), b.mul(number, two))
-                w = _load(b, _pointer(b, b.add(weights, place)), 0, kind)
-                w = w if kind == _I32 else b.zext(w, _I32)
-                weight.append(b.bitcast(_splat(b, w), words))
-            for n in sorted({v // 2 for _, v in places}):
+        def add_tokens(
+            number: Any, row: Any, other: Any, kind: Any, queries: range, mine: range, places: Any
+        ) -> None:
+            used = sorted({spans[halves * n + half][2] for n in mine for half in range(halves)})
+            weight = {}
+            for g in queries:
+                for scale_group in used:
+                    line = ir.Constant(_I64, g * groups + scale_group)
+                    place = b.add(b.mul(line, weights_bytes), b.mul(number, two))
+                    w = _load(b, _pointer(b, b.add(weights, place)), 0, kind)
+                    w = w if kind == _I32 else b.zext(w, _I32)
+                    weight[g, scale_group] = b.bitcast(_splat(b, w), words)
+            for n in mine:
                 first, size = pieces[n]
                 x, y = _load_bytes(b, row, first, size), _load_bytes(b, other, first, size)
                 for part in range(2):
-                    both = b.sext(_interleave(b, x, y, part), words)
-                    for g, w in enumerate(weight):
-                        place = places[g, 2 * n + part]
-                        b.store(_multiply_pairs(b, b.load(place), both, w), place)
+                    for half, both in enumerate(_words(b, f, _interleave(b, x, y, part))):
+                        span = halves * n + half
+                        for g in queries:
+                            place, w = places[g, span, part], weight[g, spans[span][2]]
+                            b.store(_multiply_pairs(b, b.load(place), both, w), place)
 
-        for start, count in _query_chunks(num_queries):
-            most = max(1, (24 if _WIDE else 8) // (2 * count))
+        for start, count in _query_chunks(num_queries, 1):
+            queries = range(start, start + count)
+            most = max(1, (24 if _WIDE else 8) // (2 * halves * count))
             passes = -(-len(pieces) // most)
             block = -(-len(pieces) // passes)
             for begin in range(0, len(pieces), block):
-                parts = range(2 * begin, 2 * min(begin + block, len(pieces)))
-                places = {(g, v): cgutils.alloca_once(b, _VI) for g in range(count) for v in parts}
-                for (g, v), place in places.items():
-                    offset = (start + g) * acc_bytes + 4 * LANES * v
+                mine = range(begin, min(begin + block, len(pieces)))
+                places = {
+                    (g, halves * n + half, part): cgutils.alloca_once(b, _VI)
+                    for g in queries
+                    for n in mine
+                    for half in range(halves)
+                    for part in range(2)
+                }
+                for (g, span, part), place in places.items():
+                    offset = g * acc_bytes + 4 * LANES * (2 * span + part)
                     b.store(_load(b, acc, offset, _VI), place)
                 token = cgutils.alloca_once_value(b, ir.Constant(_I64, 0))
                 with cgutils.for_range(b, num_runs) as run:
@@ -835,25 +1033,26 @@ def _add_pairs(
                     done = b.load(token)
                     with cgutils.for_range(b, b.lshr(length, one)) as loop:
                         i = b.mul(loop.index, two)
-                        offset = b.mul(i, ir.Constant(_I64, dim))
+                        offset = b.mul(i, width)
                         row = _pointer(b, b.add(base, offset))
-                        other = b.gep(row, [ir.Constant(_I64, dim)])
+                        other = b.gep(row, [width])
                         if begin == 0 and start == 0:
                             next_row = _pointer(b, b.add(next_base, offset))
-                            for line in range(-(-2 * dim // 64)):
+                            for line in range(-(-2 * row_bytes // 64)):
                                 _prefetch(b, next_row, 64 * line)
-                        add_tokens(b.add(done, i), row, other, _I32, start, places)
+                        add_tokens(b.add(done, i), row, other, _I32, queries, mine, places)
                     odd = b.icmp_signed("!=", b.and_(length, one), ir.Constant(_I64, 0))
                     with b.if_then(odd):
                         i = b.sub(length, one)
-                        row = _pointer(b, b.add(base, b.mul(i, ir.Constant(_I64, dim))))
-                        add_tokens(b.add(done, i), row, row, _I16, start, places)
+                        row = _pointer(b, b.add(base, b.mul(i, width)))
+                        add_tokens(b.add(done, i), row, row, _I16, queries, mine, places)
                     b.store(b.add(done, length), token)
-                for (g, v), place in places.items():
-                    _store(b, b.load(place), acc, (start + g) * acc_bytes + 4 * LANES * v)
+                for (g, span, part), place in places.items():
+                    offset = g * acc_bytes + 4 * LANES * (2 * span + part)
+                    _store(b, b.load(place), acc, offset)
         return context.get_dummy_value()
 
-    return types.void(head_dim, group, *[types.int64] * 7), codegen
+    return types.void(fmt, head_dim, group, *[types.int64] * 7), codegen
 
 
 def _interleave(b: Any, x: Any, y: Any, part: int) -> Any:
@@ -864,27 +1063,35 @@ def _interleave(b: Any, x: Any, y: Any, part: int) -> Any:
 
 
 @intrinsic(prefer_literal=True)
-def _finish_pairs(typingctx: Any, head_dim: Any, acc: Any, target: Any, factor: Any):
-    """target[:head_dim] = acc[:] * factor, in natural order."""
-    dim = _literal(head_dim)
+def _finish_pairs(
+    typingctx: Any, fmt: Any, head_dim: Any, acc: Any, target: Any, factors: Any, zeros: Any
+):
+    """target[:head_dim] = acc[:] * factor + zero of its scale group, in natural order."""
+    f, dim = _literal(fmt), _literal(head_dim)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        acc, target, factor = _pointer(b, args[1]), _pointer(b, args[2]), _splat(b, args[3])
-        for n, (start, size) in enumerate(_pair_pieces(dim)):
-            parts = [_load(b, acc, 8 * LANES * n + 4 * LANES * part, _VI) for part in range(2)]
-            # The inverse of `_interleave`: runs of 8 columns, in turn from either part.
-            lanes = [LANES * part + run + i for run in range(0, LANES, 8) for part in range(2)
-                     for i in range(8)]
+        acc, target, factors, zeros = (_pointer(b, a) for a in args[2:])
+        # The inverse of `_interleave`: runs of 8 columns, in turn from either part.
+        lanes = [
+            LANES * part + run + i
+            for run in range(0, LANES, 8)
+            for part in range(2)
+            for i in range(8)
+        ]
+        for n, (start, size, group) in enumerate(_word_spans(f, dim)):
+            factor = _splat(b, _load(b, factors, 4 * group, _F32))
+            zero = _splat(b, _load(b, zeros, 4 * group, _F32))
+            parts = [_load(b, acc, 4 * LANES * (2 * n + part), _VI) for part in range(2)]
             for half in range(2):
                 first = half * LANES
                 count = min(LANES, size - first)
                 if count > 0:
-                    whole = _shuffle(b, *parts, lanes[first : first + LANES])
-                    real = b.fmul(b.sitofp(whole, _VF), factor)
+                    whole = b.sitofp(_shuffle(b, *parts, lanes[first : first + LANES]), _VF)
+                    real = _fma(b, whole, factor, zero) if f == INT4 else b.fmul(whole, factor)
                     _store(b, _narrow(b, real, count), target, 4 * (start + first))
         return context.get_dummy_value()
 
-    return types.void(head_dim, types.int64, types.int64, types.float32), codegen
+    return types.void(fmt, head_dim, *[types.int64] * 4), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -1311,50 +1518,91 @@ def _merge(partials, row_bytes, num, dim_vectors, sink, target):  # type: ignore
     return np.float32(1.0) / total
 
 
-def in_pairs(fmt: int, head_dim: int) -> bool:
-    """Whether decode reads rows of this format in integers, without making floats of them.
+@njit(error_model="numpy")
+def _clear_around(row, low, high):  # type: ignore[no-untyped-def]
+    """Zero what lies before ``low`` and after ``high`` in the vectors that hold row[:high].
 
-    The query row (and the weights of a split) become int16 with one scale, 2**-16 of the largest
-    at most away from the real ones: far below int8's own 2**-8.
+    Old scratch may hold NaN, which not even a weight of 0 would undo.
     """
-    return _PAIRS and fmt == INT8 and head_dim <= _MAX_PAIR_DIM
+    for i in range(min(low, high)):
+        _put_f32(row, i, np.float32(0.0))
+    for i in range(max(high, 0), (high + LANES - 1) // LANES * LANES):
+        _put_f32(row, i, np.float32(0.0))
+
+
+def _decode_layout(
+    k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int
+) -> tuple[dict[str, int], int]:
+    """Byte offsets of the parts of a decode thread's scratch, and its size."""
+    k_groups = num_groups(k_fmt, k_dim) if in_pairs(k_fmt, k_dim) else 1
+    v_groups = num_groups(v_fmt, v_dim) if in_pairs(v_fmt, v_dim) else 1
+    line = _DECODE_LINE
+    sizes = {
+        "row": 4 * LANES * len(_pieces(max(k_dim, v_dim))),
+        "q": 4 * group * max(padded(k_fmt, k_dim), LANES * len(_word_spans(k_fmt, k_dim))),
+        "acc": 4 * group * max(padded(v_fmt, v_dim), 2 * LANES * len(_word_spans(v_fmt, v_dim))),
+        "scores": group * k_groups * line,
+        "k_factors": max(1, num_scales(k_fmt, k_dim)) * line,
+        "v_factors": max(1, num_scales(v_fmt, v_dim)) * line,
+        "spare": line,
+        "weights": group * v_groups * line // 2,
+        "k_runs": 8 * (SPLIT + PREFETCH_TOKENS),
+        "v_runs": 8 * (SPLIT + PREFETCH_TOKENS),
+        "lens": 8 * (SPLIT + PREFETCH_TOKENS),
+        "q_scales": 4 * group,
+        "q_sums": 4 * group * k_groups,
+        "worth": 4 * group * v_groups,
+        "zeros": 4 * group * v_groups,
+    }
+    offsets, total = {}, 0
+    for name, size in sizes.items():
+        offsets[name] = total
+        total += -(-size // 64) * 64
+    return offsets, total
+
+
+def decode_scratch_bytes(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> int:
+    """Bytes of scratch that each thread of the decode kernel needs."""
+    return _decode_layout(k_fmt, v_fmt, k_dim, v_dim, group)[1]
 
 
 def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> Any:
     """The kernel for sequences with one new token and ``group`` query heads a KV head."""
-    block = _keys_per_block(group)
+    k_pairs, v_pairs = in_pairs(k_fmt, k_dim), in_pairs(v_fmt, v_dim)
+    k_groups = num_groups(k_fmt, k_dim) if k_pairs else 1
+    v_groups = num_groups(v_fmt, v_dim) if v_pairs else 1
+    block = _keys_per_block(group, k_groups)
     k_scales, v_scales = num_scales(k_fmt, k_dim), num_scales(v_fmt, v_dim)
+    k_split, v_split = k_pairs and k_fmt == INT4, v_pairs and v_fmt == INT4
     k_row, v_row = _row_bytes(k_fmt, k_dim), _row_bytes(v_fmt, v_dim)
-    k_width, v_width = 4 * padded(k_fmt, k_dim), 4 * padded(v_fmt, v_dim)
-    natural = 4 * LANES * len(_pieces(max(k_dim, v_dim)))
+    q_width = 4 * (LANES * len(_word_spans(k_fmt, k_dim)) if k_pairs else padded(k_fmt, k_dim))
+    acc_width = 4 * (
+        2 * LANES * len(_word_spans(v_fmt, v_dim)) if v_pairs else padded(v_fmt, v_dim)
+    )
     out_vectors = len(_pieces(v_dim))
     partial_bytes = 4 * LANES * (1 + out_vectors)
-    line = 4 * (SPLIT + 4 * LANES)  # a row of scores; a block may end beyond the split
+    line = _DECODE_LINE
     k_factor, v_factor = _factor(k_fmt), _factor(v_fmt)
     k_one, v_one = k_fmt in LARGEST_CODE, v_fmt in LARGEST_CODE
-    lanes = LANES
-    split_tokens = SPLIT
-    first_counter = COUNTERS
+    lanes, split_tokens, first_counter = LANES, SPLIT, COUNTERS
     most_ahead, chunk_tokens = PREFETCH_TOKENS, CHUNK
-    k_pairs, v_pairs = in_pairs(k_fmt, k_dim), in_pairs(v_fmt, v_dim)
-    q16_width = 4 * LANES * len(_pair_pieces(k_dim))
-    acc32_width = 8 * LANES * len(_pair_pieces(v_dim))
+    at, _ = _decode_layout(k_fmt, v_fmt, k_dim, v_dim, group)
+    at_row, at_q, at_acc, at_scores, at_spare = (
+        at[n] for n in ("row", "q", "acc", "scores", "spare")
+    )
+    at_k_factors, at_v_factors, at_weights = at["k_factors"], at["v_factors"], at["weights"]
+    at_k_runs, at_v_runs, at_lens = at["k_runs"], at["v_runs"], at["lens"]
+    at_q_scales, at_q_sums = at["q_scales"], at["q_sums"]
+    at_worth, at_zeros = at["worth"], at["zeros"]
 
     def decode(pointer):  # type: ignore[no-untyped-def]
         args = carray(pointer, 1)[0]
         memory = args.scratch + _fetch_add(args.counters, 0) * args.scratch_bytes
-        row_floats = memory
-        q = row_floats + natural
-        acc = q + group * k_width
-        scores = acc + group * max(v_width, acc32_width)
-        k_factors = scores + group * line
-        v_factors = k_factors + max(1, k_scales) * line
-        k_runs = v_factors + max(1, v_scales) * line
-        v_runs = k_runs + 8 * (split_tokens + most_ahead)
-        lens = v_runs + 8 * (split_tokens + most_ahead)
-        q_scales = lens + 8 * (split_tokens + most_ahead)
-        weights = q_scales + 4 * lanes * ((group + lanes - 1) // lanes)
-        weights_line = 2 * (split_tokens + lanes)
+        row, q, acc, scores = memory + at_row, memory + at_q, memory + at_acc, memory + at_scores
+        k_factors, v_factors = memory + at_k_factors, memory + at_v_factors
+        k_runs, v_runs, lens = memory + at_k_runs, memory + at_v_runs, memory + at_lens
+        weights, worth, zeros = memory + at_weights, memory + at_worth, memory + at_zeros
+        q_scales, q_sums, spare = memory + at_q_scales, memory + at_q_sums, memory + at_spare
         page_size = args.page_size
         ahead = max(1, most_ahead // page_size)
         runs_per_chunk = max(1, chunk_tokens // page_size)
@@ -1362,164 +1610,239 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
             number = _fetch_add(args.counters, 1)
             if number >= args.num_tasks * args.num_kv_heads:
                 break
-            task, head = number // args.num_kv_heads, number % args.num_kv_heads
+            # The last tiles of a prompt read most: taken first, they leave no thread behind.
+            task = args.num_tasks - 1 - number // args.num_kv_heads
+            head = number % args.num_kv_heads
             seq = np.int64(_get_i32(args.tasks, 5 * task))
-            split = np.int64(_get_i32(args.tasks, 5 * task + 2))
+            first_query = np.int64(_get_i32(args.tasks, 5 * task + 1))
+            first_split = np.int64(_get_i32(args.tasks, 5 * task + 2))
             num_splits = np.int64(_get_i32(args.tasks, 5 * task + 3))
             first_partial = np.int64(_get_i32(args.tasks, 5 * task + 4))
             seq_len = np.int64(_get_i32(args.seq_lens, seq))
-            token = np.int64(_get_i32(args.cu_seqlens_q, seq))
-            start, end = split * split_tokens, min((split + 1) * split_tokens, seq_len)
-            if args.window > 0:
-                start = max(start, seq_len - args.window)
-            # Rows that lie one after another (a page's) are a run.
-            num_runs, t = 0, start
-            while t < end:
-                page = np.int64(_get_i32(args.page_table, seq * args.table_row + t // page_size))
-                if page < 0 or page >= args.num_pages:
-                    _put_i64(args.counters, 2, page + (1 if page >= 0 else 0))
-                    page = 0
-                offset = t % page_size
-                length = min(page_size - offset, end - t)
-                _put_i64(k_runs, num_runs, page * args.k_page + head * args.k_head
-                         + args.k_pages + offset * k_row)
-                _put_i64(v_runs, num_runs, page * args.v_page + head * args.v_head
-                         + args.v_pages + offset * v_row)
-                _put_i64(lens, num_runs, length)
-                if k_scales > 0:
-                    _widen_scales(
-                        args.k_scale + page * args.ks_page + head * args.ks_head
-                        + 2 * k_scales * offset,
-                        k_factors + 4 * k_scales * (t - start),
-                        length * k_scales, np.float32(k_factor))
-                if v_scales > 0:
-                    _widen_scales(
-                        args.v_scale + page * args.vs_page + head * args.vs_head
-                        + 2 * v_scales * offset,
-                        v_factors + 4 * v_scales * (t - start),
-                        length * v_scales, np.float32(v_factor))
-                num_runs += 1
-                t += length
-            for run in range(ahead):
-                _put_i64(k_runs, num_runs + run, _get_i64(v_runs, min(run, max(0, num_runs - 1))))
-            for run in range(ahead):
-                _put_i64(v_runs, num_runs + run, _get_i64(v_runs, max(0, num_runs - 1)))
-            num = max(end - start, 0)
-            for g in range(group):
-                q_head = head * group + g
-                _load_query(k_dim, args.q + 4 * (token * args.q_token + q_head * args.q_head),
-                            row_floats, args.scale, args.rotate_k)
-                if k_pairs:
-                    _put_f32(q_scales, g, _quantize_query(k_dim, row_floats, q + g * q16_width))
-                else:
-                    _put_f32(q_scales, g, np.float32(1.0))
-                    _to_read_order(k_fmt, k_dim, row_floats, q + g * k_width)
-            done = 0
-            for run in range(num_runs):
-                rows, length = _get_i64(k_runs, run), _get_i64(lens, run)
-                later = _get_i64(k_runs, run + ahead)
-                i = 0
-                while i < length:
-                    if k_pairs:
-                        _score_pairs(k_dim, group, q, rows + i * k_row, length - 1 - i,
-                                     later + i * k_row, scores + 4 * (done + i), line)
-                    else:
-                        _score_keys(k_fmt, k_dim, group, q, rows + i * k_row, k_row,
-                                    k_factors + 4 * k_scales * (done + i), 4 * k_scales,
-                                    length - 1 - i, later + i * k_row, scores + 4 * (done + i),
-                                    line)
-                    i += block
-                done += length
-            num_vectors = (num + lanes - 1) // lanes
-            for i in range(num, num_vectors * lanes):
-                if k_one:
-                    _put_f32(k_factors, i, np.float32(0.0))
-                if v_one:
-                    _put_f32(v_factors, i, np.float32(0.0))
-                for g in range(group):
-                    _put_f32(scores + g * line, i, np.float32(0.0))
-            _fill(acc, np.float32(0.0), group * max(v_width, acc32_width) // (4 * lanes))
-            for g in range(group):
-                q_head = head * group + g
-                mine = scores + g * line
-                if k_one:
-                    _multiply(mine, k_factors, _get_f32(q_scales, g), num_vectors)
-                if args.softcap > 0:
-                    _cap(mine, args.softcap, num_vectors)
-                if args.slopes != 0:
-                    slope = _get_f32(args.slopes, q_head)
-                    for i in range(num):
-                        bias = slope * np.float32(start + i - (seq_len - 1))
-                        _put_f32(mine, i, _get_f32(mine, i) + bias)
-                for i in range(num, num_vectors * lanes):
-                    _put_f32(mine, i, np.float32(-np.inf))
-                largest = _largest(mine, num_vectors)
-                total = np.float32(0.0)
-                if num > 0:
-                    total = _exponentiate(mine, largest, num_vectors)
-                if v_one:
-                    _multiply(mine, v_factors, np.float32(1.0), num_vectors)
-                if v_pairs:
-                    heaviest = _largest(mine, num_vectors)
-                    factor = np.float32(0.0)
-                    if heaviest > 0:
-                        factor = np.float32(32767.0) / heaviest
-                    _quantize_weights(mine, weights + g * weights_line, factor, num_vectors)
-                    # The scores are spent; their row keeps what the integers are to be worth.
-                    _put_f32(mine, 0, heaviest / np.float32(32767.0))
-                partial = args.partials + partial_bytes * (
-                    (head * group + g) * args.num_partials + first_partial + split)
-                _put_f32(partial, 0, largest)
-                _put_f32(partial, 1, total)
-            # Chunk by chunk, so that the passes over the columns of a chunk find it in cache.
-            run, done = 0, 0
-            while run < num_runs:
-                count = min(runs_per_chunk, num_runs - run)
-                if v_pairs:
-                    _add_pairs(v_dim, group, acc, weights + 2 * done, weights_line,
-                               v_runs + 8 * run, lens + 8 * run, count, ahead)
-                else:
-                    _add_values(v_fmt, v_dim, group, acc, scores + 4 * done, line,
-                                v_runs + 8 * run, lens + 8 * run, count, ahead, v_row,
-                                v_factors + 4 * v_scales * done, 4 * v_scales)
-                for i in range(run, run + count):
-                    done += _get_i64(lens, i)
-                run += count
-            for g in range(group):
-                partial = args.partials + partial_bytes * (
-                    (head * group + g) * args.num_partials + first_partial + split)
-                if v_pairs:
-                    _finish_pairs(v_dim, acc + g * acc32_width, partial + 4 * lanes,
-                                  _get_f32(scores + g * line, 0))
-                else:
-                    _to_natural_order(v_fmt, v_dim, acc + g * v_width, partial + 4 * lanes)
-            # Whoever finishes the last split of this row merges them, in their order.
-            counter = first_counter + first_partial * args.num_kv_heads + head
-            if _fetch_add(args.counters, counter) == num_splits - 1:
-                for g in range(group):
-                    q_head = head * group + g
-                    sink = np.float32(-np.inf)
-                    if args.sinks != 0:
-                        sink = _get_f32(args.sinks, q_head)
-                    partial = args.partials + partial_bytes * (
-                        q_head * args.num_partials + first_partial)
-                    factor = _merge(partial, partial_bytes, num_splits, out_vectors, sink,
-                                    row_floats)
-                    _store_row(v_dim, row_floats, args.out + 4 * (
-                        token * args.out_token + q_head * args.out_head), factor, args.rotate_v)
+            begin = np.int64(_get_i32(args.cu_seqlens_q, seq))
+            query_len = np.int64(_get_i32(args.cu_seqlens_q, seq + 1)) - begin
+            num_queries = min(args.tile_queries, query_len - first_query)
+            first_pos = seq_len - query_len + first_query
+            # One split of one query: partial results are shared, and the last task merges them.
+            # A tile of queries: this task takes all splits, its partial results are its own.
+            partials, partial_rows = args.partials, args.num_partials
+            after_split = first_split + 1
+            if first_partial < 0:
+                partials, partial_rows = memory + args.partials_offset, num_splits
+                after_split = num_splits
+            for split in range(first_split, after_split):
+                origin = split * split_tokens
+                low, high = origin, min(origin + split_tokens, first_pos + num_queries)
+                if args.window > 0:
+                    low = max(low, first_pos + 1 - args.window)
+                # All lines of scales are asked for at once, and read below.
+                for turn in range(2):
+                    t = low
+                    while t < high:
+                        page = np.int64(_get_i32(
+                            args.page_table, seq * args.table_row + t // page_size))
+                        if page < 0 or page >= args.num_pages:
+                            # Read as page 0; the call fails in the end.
+                            _put_i64(args.counters, 2, page + (1 if page >= 0 else 0))
+                            page = 0
+                        offset = t % page_size
+                        length = min(page_size - offset, high - t)
+                        k_source = (args.k_scale + page * args.ks_page + head * args.ks_head
+                                    + 2 * k_scales * offset)
+                        v_source = (args.v_scale + page * args.vs_page + head * args.vs_head
+                                    + 2 * v_scales * offset)
+                        if turn == 0:
+                            if k_scales > 0:
+                                _ask_for(k_source)
+                            if v_scales > 0:
+                                _ask_for(v_source)
+                        else:
+                            if k_split:
+                                _split_scales(k_scales, k_source, k_factors + 4 * (t - origin),
+                                              line, length)
+                            elif k_scales > 0:
+                                _widen_scales(k_source, k_factors + 4 * k_scales * (t - origin),
+                                              length * k_scales, np.float32(k_factor))
+                            if v_split:
+                                _split_scales(v_scales, v_source, v_factors + 4 * (t - origin),
+                                              line, length)
+                            elif v_scales > 0:
+                                _widen_scales(v_source, v_factors + 4 * v_scales * (t - origin),
+                                              length * v_scales, np.float32(v_factor))
+                        t += length
+                if k_one or k_split:
+                    for n in range(k_scales):
+                        _clear_around(k_factors + n * line, low - origin, high - origin)
+                if v_one or v_split:
+                    for n in range(v_scales):
+                        _clear_around(v_factors + n * line, low - origin, high - origin)
+                for query in range(num_queries):
+                    pos = first_pos + query
+                    start, end = origin, min(origin + split_tokens, pos + 1)
+                    if args.window > 0:
+                        start = max(start, pos + 1 - args.window)
+                    # Rows that lie one after another (a page's) are a run.
+                    num_runs, t = 0, start
+                    while t < end:
+                        page = np.int64(_get_i32(
+                            args.page_table, seq * args.table_row + t // page_size))
+                        if page < 0 or page >= args.num_pages:
+                            page = 0
+                        offset = t % page_size
+                        length = min(page_size - offset, end - t)
+                        _put_i64(k_runs, num_runs, page * args.k_page + head * args.k_head
+                                 + args.k_pages + offset * k_row)
+                        _put_i64(v_runs, num_runs, page * args.v_page + head * args.v_head
+                                 + args.v_pages + offset * v_row)
+                        _put_i64(lens, num_runs, length)
+                        num_runs += 1
+                        t += length
+                    last_run = max(0, num_runs - 1)
+                    for run in range(ahead):
+                        _put_i64(k_runs, num_runs + run, _get_i64(v_runs, min(run, last_run)))
+                    for run in range(ahead):
+                        _put_i64(v_runs, num_runs + run, _get_i64(v_runs, last_run))
+                    for g in range(group):
+                        q_head = head * group + g
+                        _load_query(
+                            k_dim,
+                            args.q + 4 * ((begin + first_query + query) * args.q_token
+                                          + q_head * args.q_head),
+                            row, args.scale, args.rotate_k)
+                        if k_pairs:
+                            scale = _quantize_query(k_fmt, k_dim, row, q + g * q_width,
+                                                    q_sums + 4 * g * k_groups)
+                            _put_f32(q_scales, g, scale)
+                        else:
+                            _put_f32(q_scales, g, np.float32(1.0))
+                            _to_read_order(k_fmt, k_dim, row, q + g * q_width)
+                    # A token's place is counted from the split's first, seen or not, so that
+                    # sums over vectors are the same whatever else is seen.
+                    skipped = max(np.int64(0), start - origin)
+                    num = max(end - origin, 0)
+                    if end <= start:
+                        num = np.int64(0)
+                    done = skipped
+                    for run in range(num_runs):
+                        rows, length = _get_i64(k_runs, run), _get_i64(lens, run)
+                        later = _get_i64(k_runs, run + ahead)
+                        i = 0
+                        while i < length:
+                            if k_pairs:
+                                _score_pairs(k_fmt, k_dim, group, q, rows + i * k_row,
+                                             length - 1 - i, later + i * k_row,
+                                             scores + 4 * (done + i), line)
+                            else:
+                                _score_keys(k_fmt, k_dim, group, q, rows + i * k_row, k_row,
+                                            k_factors + 4 * k_scales * (done + i), 4 * k_scales,
+                                            length - 1 - i, later + i * k_row,
+                                            scores + 4 * (done + i), line)
+                            i += block
+                        done += length
+                    num_vectors = (num + lanes - 1) // lanes
+                    _fill(acc, np.float32(0.0), group * acc_width // (4 * lanes))
+                    for g in range(group):
+                        q_head = head * group + g
+                        mine = scores + g * k_groups * line
+                        if k_split:
+                            for n in range(k_groups):
+                                _affine(mine, mine + n * line, k_factors + 2 * n * line,
+                                        k_factors + (2 * n + 1) * line, _get_f32(q_scales, g),
+                                        _get_f32(q_sums, g * k_groups + n), num_vectors)
+                        elif k_one:
+                            _multiply(mine, k_factors, _get_f32(q_scales, g), num_vectors)
+                        if args.softcap > 0:
+                            _cap(mine, args.softcap, num_vectors)
+                        if args.slopes != 0:
+                            slope = _get_f32(args.slopes, q_head)
+                            for i in range(skipped, num):
+                                bias = slope * np.float32(origin + i - pos)
+                                _put_f32(mine, i, _get_f32(mine, i) + bias)
+                        if num > 0:
+                            for i in range(skipped):
+                                _put_f32(mine, i, np.float32(-np.inf))
+                        for i in range(num, num_vectors * lanes):
+                            _put_f32(mine, i, np.float32(-np.inf))
+                        largest = _largest(mine, num_vectors)
+                        total = np.float32(0.0)
+                        if num > 0:
+                            total = _exponentiate(mine, largest, num_vectors)
+                        if v_pairs:
+                            for n in range(v_groups):
+                                number_of_row = g * v_groups + n
+                                scales = v_factors + 2 * n * line
+                                heaviest = _products(spare, mine, scales, num_vectors)
+                                factor = np.float32(0.0)
+                                if heaviest > 0:
+                                    factor = np.float32(32767.0) / heaviest
+                                _quantize_weights(spare, weights + number_of_row * (line // 2),
+                                                  factor, num_vectors)
+                                _put_f32(worth, number_of_row, heaviest / np.float32(32767.0))
+                                if v_split:
+                                    _put_f32(zeros, number_of_row,
+                                             _dot(mine, scales + line, num_vectors))
+                        elif v_one:
+                            _multiply(mine, v_factors, np.float32(1.0), num_vectors)
+                        partial = partials + partial_bytes * (
+                            q_head * partial_rows + first_partial + split)
+                        if first_partial < 0:
+                            partial = partials + partial_bytes * (
+                                (query * group + g) * partial_rows + split)
+                        _put_f32(partial, 0, largest)
+                        _put_f32(partial, 1, total)
+                    # Chunk by chunk, so that the passes over the columns find it in cache.
+                    run, done = 0, skipped
+                    while run < num_runs:
+                        count = min(runs_per_chunk, num_runs - run)
+                        if v_pairs:
+                            _add_pairs(v_fmt, v_dim, group, acc, weights + 2 * done, line // 2,
+                                       v_runs + 8 * run, lens + 8 * run, count, ahead)
+                        else:
+                            _add_values(v_fmt, v_dim, group, acc, scores + 4 * done,
+                                        k_groups * line, v_runs + 8 * run, lens + 8 * run,
+                                        count, ahead, v_row,
+                                        v_factors + 4 * v_scales * done, 4 * v_scales)
+                        for i in range(run, run + count):
+                            done += _get_i64(lens, i)
+                        run += count
+                    for g in range(group):
+                        partial = partials + partial_bytes * (
+                            (head * group + g) * partial_rows + first_partial + split)
+                        if first_partial < 0:
+                            partial = partials + partial_bytes * (
+                                (query * group + g) * partial_rows + split)
+                        if v_pairs:
+                            _finish_pairs(v_fmt, v_dim, acc + g * acc_width, partial + 4 * lanes,
+                                          worth + 4 * g * v_groups, zeros + 4 * g * v_groups)
+                        else:
+                            _to_natural_order(v_fmt, v_dim, acc + g * acc_width,
+                                              partial + 4 * lanes)
+            merges = first_partial < 0
+            if first_partial >= 0:
+                counter = first_counter + first_partial * args.num_kv_heads + head
+                merges = _fetch_add(args.counters, counter) == num_splits - 1
+            if merges:
+                for query in range(num_queries):
+                    for g in range(group):
+                        q_head = head * group + g
+                        sink = np.float32(-np.inf)
+                        if args.sinks != 0:
+                            sink = _get_f32(args.sinks, q_head)
+                        partial = partials + partial_bytes * (
+                            q_head * partial_rows + first_partial)
+                        if first_partial < 0:
+                            partial = partials + partial_bytes * (
+                                (query * group + g) * partial_rows)
+                        # Splits that this query does not see yet count as nothing.
+                        factor = _merge(partial, partial_bytes, num_splits, out_vectors, sink,
+                                        row)
+                        _store_row(
+                            v_dim, row,
+                            args.out + 4 * ((begin + first_query + query) * args.out_token
+                                            + q_head * args.out_head),
+                            factor, args.rotate_v)
 
     return cfunc(_SIGNATURE, cache=True, error_model="numpy")(decode)
-
-
-def decode_scratch_bytes(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> int:
-    """Bytes of scratch that each thread of the decode kernel needs."""
-    line = 4 * (SPLIT + 4 * LANES)
-    rows = group + max(1, num_scales(k_fmt, k_dim)) + max(1, num_scales(v_fmt, v_dim))
-    v_width = max(padded(v_fmt, v_dim), 2 * LANES * len(_pair_pieces(v_dim)))
-    widths = group * (4 * (padded(k_fmt, k_dim) + v_width) + 2 * (SPLIT + LANES))
-    widths += 4 * LANES * -(-group // LANES)
-    natural = 4 * LANES * len(_pieces(max(k_dim, v_dim)))
-    return -(-(natural + widths + rows * line + 24 * (SPLIT + PREFETCH_TOKENS)) // 64) * 64
 
 
 def make_extend(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
@@ -1528,10 +1851,8 @@ def make_extend(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
     k_row, v_row = _row_bytes(k_fmt, k_dim), _row_bytes(v_fmt, v_dim)
     k_vectors, v_vectors = len(_pieces(k_dim)), len(_pieces(v_dim))
     k_width, v_width = 4 * LANES * k_vectors, 4 * LANES * v_vectors
-    partial_bytes = 4 * LANES + v_width
     k_factor, v_factor = _factor(k_fmt), _factor(v_fmt)
     lanes, tile_m, tile = LANES, _TILE_M, TILE
-    split_tokens, first_counter = EXTEND_SPLIT, COUNTERS
     tile_rows = TILE_ROWS
 
     def extend(pointer):  # type: ignore[no-untyped-def]
@@ -1558,9 +1879,6 @@ def make_extend(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
             head = number % args.num_kv_heads
             seq = np.int64(_get_i32(args.tasks, 5 * task))
             first_query = np.int64(_get_i32(args.tasks, 5 * task + 1))
-            split = np.int64(_get_i32(args.tasks, 5 * task + 2))
-            num_splits = np.int64(_get_i32(args.tasks, 5 * task + 3))
-            first_partial = np.int64(_get_i32(args.tasks, 5 * task + 4))
             seq_len = np.int64(_get_i32(args.seq_lens, seq))
             begin = np.int64(_get_i32(args.cu_seqlens_q, seq))
             query_len = np.int64(_get_i32(args.cu_seqlens_q, seq + 1)) - begin
@@ -1590,9 +1908,6 @@ def make_extend(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
             window = args.window if args.window > 0 else np.int64(1 << 30)
             end = first_pos + num_queries
             start = max(np.int64(0), first_pos + 1 - window) // tile * tile
-            if num_splits > 1:
-                start = max(start, split * split_tokens)
-                end = min(end, (split + 1) * split_tokens)
             t = start
             while t < end:
                 num = min(tile, end - t)
@@ -1654,41 +1969,17 @@ def make_extend(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
                 query, q_head = r // group, head * group + r % group
                 partial = acc + r * v_width
                 m, total = _get_f32(stats, r), _get_f32(stats, rows + r)
-                if num_splits > 1:
-                    partial = args.partials + partial_bytes * (
-                        (head * most_rows + r) * args.num_partials + first_partial + split)
-                    _put_f32(partial, 0, m)
-                    _put_f32(partial, 1, total)
-                    _fill(partial + 4 * lanes, np.float32(0.0), v_vectors)
-                    _scale_add(partial + 4 * lanes, np.float32(0.0), acc + r * v_width,
-                               np.float32(1.0), v_vectors)
-                else:
-                    sink = np.float32(-np.inf)
-                    if args.sinks != 0:
-                        sink = _get_f32(args.sinks, q_head)
-                    largest = max(m, sink)
-                    w = np.float32(math.exp(m - largest))
-                    total = total * w
-                    if args.sinks != 0:
-                        total += np.float32(math.exp(sink - largest))
-                    _store_row(v_dim, partial, args.out + 4 * (
-                        (begin + first_query + query) * args.out_token
-                        + q_head * args.out_head), w / total, args.rotate_v)
-            if num_splits > 1:
-                counter = first_counter + first_partial * args.num_kv_heads + head
-                if _fetch_add(args.counters, counter) == num_splits - 1:
-                    for r in range(num_rows):
-                        query, q_head = r // group, head * group + r % group
-                        sink = np.float32(-np.inf)
-                        if args.sinks != 0:
-                            sink = _get_f32(args.sinks, q_head)
-                        partial = args.partials + partial_bytes * (
-                            (head * most_rows + r) * args.num_partials + first_partial)
-                        factor = _merge(partial, partial_bytes, num_splits, v_vectors, sink,
-                                        row_floats)
-                        _store_row(v_dim, row_floats, args.out + 4 * (
-                            (begin + first_query + query) * args.out_token
-                            + q_head * args.out_head), factor, args.rotate_v)
+                sink = np.float32(-np.inf)
+                if args.sinks != 0:
+                    sink = _get_f32(args.sinks, q_head)
+                largest = max(m, sink)
+                w = np.float32(math.exp(m - largest))
+                total = total * w
+                if args.sinks != 0:
+                    total += np.float32(math.exp(sink - largest))
+                _store_row(v_dim, partial, args.out + 4 * (
+                    (begin + first_query + query) * args.out_token
+                    + q_head * args.out_head), w / total, args.rotate_v)
 
     return cfunc(_SIGNATURE, cache=True, error_model="numpy")(extend)
 
@@ -1763,7 +2054,11 @@ def make_write(fmt: int, dim: int) -> Any:
 # ---------------------------------------------------------------- host side
 
 runs: Counter[str] = Counter()
-"""How often each path ran in this process: "write", "decode", "extend"; tests assert on it."""
+"""How often each path ran in this process; tests assert on it.
+
+"write"; "decode": one query a sequence; "extend": several, through the same kernel; "tiles":
+matrix products over dequantized tiles.
+"""
 
 _local = threading.local()  # scratch memory, kept from call to call
 
@@ -1860,26 +2155,30 @@ def _require_head_dim(name: str, head_dim: int, fmt: int) -> None:
 class Plan:
     """The tasks of one batch; see `ARGS`. One a step, whatever the number of layers."""
 
-    decode: np.ndarray
-    num_decode_partials: int
-    extend: np.ndarray
-    num_extend_partials: int
+    rows: np.ndarray
+    num_row_partials: int
+    num_decode: int
+    most_splits: int
+    tiles: np.ndarray
 
 
-def make_plan(seq_lens: Sequence[int], cu_seqlens_q: Sequence[int], group: int) -> Plan:
+def make_plan(
+    seq_lens: Sequence[int], cu_seqlens_q: Sequence[int], group: int, *, in_rows: bool
+) -> Plan:
     """Split a batch into tasks; each sequence by its own lengths alone.
 
     Args:
         seq_lens: KV length of each sequence after this step.
         cu_seqlens_q: cumulative new tokens, first 0.
         group: query heads a KV head.
+        in_rows: several new tokens run through the decode kernel too (see `extends_in_rows`).
     Raises:
         ValueError: more new tokens than the sequence has.
     """
     queries_per_task = max(1, TILE_ROWS // group)
-    decode: list[tuple[int, ...]] = []
-    extend: list[tuple[int, ...]] = []
-    partials = 0
+    rows: list[tuple[int, ...]] = []
+    tiles: list[tuple[int, ...]] = []
+    row_partials = num_decode = most_splits = 0
     for seq, seq_len in enumerate(seq_lens):
         query_len = cu_seqlens_q[seq + 1] - cu_seqlens_q[seq]
         if not 0 <= query_len <= seq_len:
@@ -1889,20 +2188,28 @@ def make_plan(seq_lens: Sequence[int], cu_seqlens_q: Sequence[int], group: int) 
             )
         if query_len == 0:
             continue
-        if query_len == 1 and group <= MAX_DECODE_GROUP:
-            splits, first = -(-seq_len // SPLIT), len(decode)
-            decode.extend((seq, 0, split, splits, first) for split in range(splits))
-            continue
-        splits = -(-seq_len // EXTEND_SPLIT) if query_len <= SPLIT_QUERIES else 1
-        for first_query in range(0, query_len, queries_per_task):
-            extend.extend((seq, first_query, split, splits, partials) for split in range(splits))
-            partials += splits if splits > 1 else 0
+        if group > MAX_DECODE_GROUP or (query_len > 1 and not in_rows):
+            # Every query alike, so that it does not matter how a prompt is cut.
+            for first_query in range(0, query_len, queries_per_task):
+                tiles.append((seq, first_query, 0, 1, 0))
+        elif query_len == 1:
+            splits = -(-seq_len // SPLIT)
+            rows.extend((seq, 0, split, splits, row_partials) for split in range(splits))
+            row_partials += splits
+            num_decode += 1
+        else:
+            for first_query in range(0, query_len, ROW_QUERIES):
+                last = min(seq_len, seq_len - query_len + first_query + ROW_QUERIES)
+                splits = -(-last // SPLIT)
+                most_splits = max(most_splits, splits)
+                rows.append((seq, first_query, 0, splits, -1))
     shape = (-1, 5)
     return Plan(
-        np.array(decode, np.int32).reshape(shape),
-        len(decode),
-        np.array(extend, np.int32).reshape(shape),
-        partials,
+        np.array(rows, np.int32).reshape(shape),
+        row_partials,
+        num_decode,
+        most_splits,
+        np.array(tiles, np.int32).reshape(shape),
     )
 
 
@@ -1996,19 +2303,20 @@ def attend(
         "softcap": softcap or 0.0,
     }
     sizes = (k_fmt, v_fmt, head_dim, v_head_dim)
+    partial_bytes = 4 * partial_floats(v_head_dim)
     work = []
-    if len(plan.decode):
+    if len(plan.rows):
         kernel = _kernel(make_decode, *sizes, group)
-        scratch = decode_scratch_bytes(*sizes, group)
-        work.append(("decode", kernel, plan.decode, plan.num_decode_partials, num_q_heads, scratch))
-    if len(plan.extend):
+        offset = decode_scratch_bytes(*sizes, group)
+        scratch = offset + ROW_QUERIES * group * plan.most_splits * partial_bytes
+        names = ["decode"] * bool(plan.num_decode) + ["extend"] * bool(plan.most_splits)
+        work.append((names, kernel, plan.rows, plan.num_row_partials, offset, scratch))
+    if len(plan.tiles):
         kernel = _kernel(make_extend, *sizes)
-        scratch = extend_scratch_bytes(*sizes, group)
-        lines = num_kv_heads * extend_rows(group)
-        work.append(("extend", kernel, plan.extend, plan.num_extend_partials, lines, scratch))
-    for path, kernel, tasks, num_partials, lines, scratch in work:
+        work.append((["tiles"], kernel, plan.tiles, 0, 0, extend_scratch_bytes(*sizes, group)))
+    for names, kernel, tasks, num_partials, offset, scratch in work:
         counters = np.zeros(COUNTERS + num_partials * num_kv_heads, np.int64)
-        partial_bytes = 4 * partial_floats(v_head_dim)
+        scratch = -(-scratch // 64) * 64
         args = _arguments(
             **shared,
             tasks=tasks.ctypes.data,
@@ -2017,10 +2325,12 @@ def attend(
             counters=counters.ctypes.data,
             scratch=_memory("scratch", num_threads * scratch),
             scratch_bytes=scratch,
-            partials=_memory("partials", lines * num_partials * partial_bytes),
+            partials=_memory("partials", num_q_heads * num_partials * partial_bytes),
+            partials_offset=offset,
+            tile_queries=ROW_QUERIES,
         )
         _run(kernel, args, num_threads)
-        runs[path] += 1
+        runs.update(names)
         if counters[2]:
             raise ValueError(
                 f"page_table: expected page ids from 0 to {pages[0].shape[0] - 1}, got "

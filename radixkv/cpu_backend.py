@@ -25,7 +25,8 @@ _FORMATS = {
 
 
 def _format(kv_format: KVFormat) -> int:
-    return _FORMATS[kv_format.code_dtype if kv_format.name == "model" else kv_format.name]
+    fmt: int = _FORMATS[kv_format.code_dtype if kv_format.name == "model" else kv_format.name]
+    return fmt
 
 
 def _rows(rows: Tensor) -> Tensor:
@@ -64,18 +65,20 @@ def paged_attention(
 
     Accuracy: float32 arithmetic; a sequence's result does not depend on the rest of the batch.
     """
+    formats = (_format(codec.k_format), _format(codec.v_format))
     group = max(1, q.shape[1] // codec.spec.num_kv_heads)
+    in_rows = cpu.extends_in_rows(formats, codec.k_format.head_dim, codec.v_format.head_dim)
     plans = batch.__dict__.setdefault("_cpu_plans", {})  # one batch serves every layer of a step
-    if group not in plans:
-        plans[group] = cpu.make_plan(*batch.host_lens, group)
-    out = cpu.attend(
+    if (group, in_rows) not in plans:
+        plans[group, in_rows] = cpu.make_plan(*batch.host_lens, group, in_rows=in_rows)
+    out: Tensor = cpu.attend(
         layer,
-        (_format(codec.k_format), _format(codec.v_format)),
+        formats,
         _rows(q),
         _packed("page_table", batch.page_table, torch.int32),
         _packed("seq_lens", batch.seq_lens, torch.int32),
         _packed("cu_seqlens_q", batch.cu_seqlens_q, torch.int32),
-        plans[group],
+        plans[group, in_rows],
         softmax_scale=rule.softmax_scale,
         v_head_dim=codec.v_format.head_dim,
         rotate=(codec.rotate_k, codec.rotate_v),
