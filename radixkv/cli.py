@@ -642,9 +642,7 @@ def _run_bench(arguments: argparse.Namespace) -> None:
     record = {"hardware": hardware(), "capacity_tokens": arguments.capacity}
     record |= {"page_size": arguments.page_size, "traces": [asdict(r) for r in results]}
     if not arguments.json:
-        table = Table(
-            "trace", "requests", "tokens", "p50 us", "p99 us", "mean us", "brute us"
-        )
+        table = Table("trace", "requests", "tokens", "p50 us", "p99 us", "mean us", "brute us")
         table.add_column("hits")
         table.add_column("host B a token")
         for column in table.columns[1:]:
