@@ -25,6 +25,7 @@ from torch import Tensor
 
 from radixkv.config import BeamParams
 from radixkv.errors import NonFiniteError
+from radixkv.sampling import log_normalizer
 
 
 class Hypothesis(NamedTuple):
@@ -199,7 +200,7 @@ class BeamSearch:
         The best ``num_kept`` of all rows are among the best ``num_kept`` of each row.
         """
         logits = logits.float()
-        normalizer = torch.logsumexp(logits, dim=-1, keepdim=True)
+        normalizer = log_normalizer(logits)[:, None]
         bad = (~normalizer.isfinite()).flatten().nonzero().flatten().tolist()
         if bad:
             raise NonFiniteError(

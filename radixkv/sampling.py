@@ -144,12 +144,20 @@ def top_logprobs(logits: Tensor, token_ids: Sequence[int], k: int) -> list[dict[
     for start in range(0, len(token_ids), per_chunk):
         chunk = logits[start : start + per_chunk].float()
         own_ids = list(token_ids[start : start + per_chunk])
-        normalizer = torch.logsumexp(chunk, dim=-1)
+        normalizer = log_normalizer(chunk)
         _require_finite(normalizer, start, "the model's logits")
         own = torch.tensor(own_ids, device=chunk.device)
         own_logprobs = (chunk.gather(1, own[:, None])[:, 0] - normalizer).tolist()
         out += _top_dicts(chunk, normalizer, own_ids, own_logprobs, [k] * len(own_ids))
     return out
+
+
+def log_normalizer(logits: Tensor) -> Tensor:
+    """The log-sum-exp of each row, [num_rows]; its bits do not depend on the other rows.
+
+    (``torch.logsumexp`` adds wide rows in another order when there is only one.)
+    """
+    return logits.amax(dim=-1) - logits.log_softmax(dim=-1).amax(dim=-1)
 
 
 def _require_rows(logits: Tensor, num_rows: int) -> None:
@@ -190,7 +198,7 @@ def _is_processed(row: SamplerRow) -> bool:
 
 def _sample_chunk(logits: Tensor, rows: Sequence[SamplerRow], start: int) -> list[Sampled]:
     """Sample rows ``start`` and on of the batch. ``logits``: [len(rows), vocab] float32."""
-    normalizer = torch.logsumexp(logits, dim=-1)
+    normalizer = log_normalizer(logits)
     _require_finite(normalizer, start, "the model's logits")
     processed = [i for i, row in enumerate(rows) if _is_processed(row)]
     scores = logits

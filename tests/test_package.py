@@ -63,6 +63,7 @@ IMPORT_ORDER = [
     "attention",
     "cache",
     "batch",
+    "linear",
     "model",
     "text",
     "guided",
