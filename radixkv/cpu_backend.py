@@ -6,12 +6,12 @@ Importing it loads Numba; `radixkv.attention` does so only when the backend is a
 from __future__ import annotations
 
 import torch
-from radixkv_kernels import cpu
 from torch import Tensor
 
 from radixkv import reference
 from radixkv.quant import KVCodec, KVFormat, LayerPages
 from radixkv.reference import AttentionBatch, ScoreRule
+from radixkv_kernels import cpu
 
 _FORMATS = {
     "int8": cpu.INT8,
