@@ -57,6 +57,5 @@ def get_backend(name: str, device: torch.device) -> Backend:
 
         return Backend("cpu", cpu_backend.write_kv, cpu_backend.paged_attention)
     raise ValueError(
-        f"backend: {name!r} does not run on {device} in this version; "
-        f'use "torch" or "auto"'
+        f'backend: {name!r} does not run on {device} in this version; use "torch" or "auto"'
     )

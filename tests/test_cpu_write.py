@@ -76,7 +76,13 @@ def test_model_pages_hold_the_rows_in_the_models_own_dtype(model_dtype):
 @given(
     dtype=st.sampled_from(QUANTIZED),
     row=st.lists(
-        st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**100), max_value=2.0**100),
+        st.floats(
+            width=32,
+            allow_nan=False,
+            allow_infinity=False,
+            min_value=-(2.0**100),
+            max_value=2.0**100,
+        ),
         min_size=20,
         max_size=20,
     ),
