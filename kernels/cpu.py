@@ -33,6 +33,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import llvmlite.binding
@@ -74,20 +75,59 @@ _VF = ir.VectorType(_F32, LANES)
 _VI = ir.VectorType(_I32, LANES)
 _INF = float("inf")
 
-_FIELDS = """
-    q out k_pages v_pages k_scale v_scale page_table seq_lens cu_seqlens_q tasks sinks slopes
-    scratch partials counters slots
-    q_token q_head out_token out_head k_page k_head v_page v_head ks_page ks_head vs_page vs_head
-    table_row num_pages page_size num_tasks num_partials num_kv_heads group window scratch_bytes
-    rotate_k rotate_v num_tokens tile_queries partials_offset
-""".split()
+_FIELDS = [
+    "q",
+    "out",
+    "k_pages",
+    "v_pages",
+    "k_scale",
+    "v_scale",
+    "page_table",
+    "seq_lens",
+    "cu_seqlens_q",
+    "tasks",
+    "sinks",
+    "slopes",
+    "scratch",
+    "partials",
+    "counters",
+    "slots",
+    "q_token",
+    "q_head",
+    "out_token",
+    "out_head",
+    "k_page",
+    "k_head",
+    "v_page",
+    "v_head",
+    "ks_page",
+    "ks_head",
+    "vs_page",
+    "vs_head",
+    "table_row",
+    "num_pages",
+    "page_size",
+    "num_tasks",
+    "num_partials",
+    "num_kv_heads",
+    "group",
+    "window",
+    "scratch_bytes",
+    "rotate_k",
+    "rotate_v",
+    "num_tokens",
+    "tile_queries",
+    "partials_offset",
+]
 ARGS = np.dtype([(name, "i8") for name in _FIELDS] + [("scale", "f4"), ("softcap", "f4")])
 """What a kernel is told: addresses (bytes), strides (q, out, rows: elements; pages: bytes), sizes.
 
 ``tasks`` is [num_tasks, 5] int32: sequence, first query, split, number of splits, number of
-its first split among all partial results (-1: the task takes all splits by itself). ``counters`` is int64: [0] threads begun, [1] next
-task, [2] a bad page or slot (+ 1 if not negative), [3] whether a row is not finite, then from
-COUNTERS on one a (partial result, KV head) for the merge.
+its first split among all partial results (-1: the task takes all splits by itself).
+
+``counters`` is int64: [0] threads begun, [1] next task, [2] a bad page or slot (+ 1 if not
+negative), [3] whether a row is not finite, then from COUNTERS on one a (partial result, KV
+head) for the merge.
 """
 _ARGS_TYPE = numba.from_dtype(ARGS)
 _SIGNATURE = types.void(types.CPointer(_ARGS_TYPE))
@@ -320,7 +360,7 @@ def _add(b: Any, x: Any, y: Any) -> Any:
 
 
 def _exp(b: Any, x: Any) -> Any:
-    """e ** x for x <= 0, within 2 units in the last place; exactly 0 below -87; NaN stays NaN."""
+    """Raise e to x <= 0, within 2 units in the last place; exactly 0 below -87; NaN stays NaN."""
     clamped = _max(b, _const(-87.0), x)  # in this order a NaN passes
     n = _call(b, "rint", _VF, b.fmul(clamped, _const(math.log2(math.e))))
     r = _fma(b, n, _const(-0.693359375), clamped)
@@ -425,9 +465,7 @@ def _load_query(typingctx: Any, head_dim: Any, source: Any, target: Any, scale: 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         source, target = _pointer(b, args[1]), _pointer(b, args[2])
         scale = _splat(b, args[3])
-        plain = [
-            b.fmul(_load_floats(b, source, 4 * first, n), scale) for first, n in _pieces(dim)
-        ]
+        plain = [b.fmul(_load_floats(b, source, 4 * first, n), scale) for first, n in _pieces(dim)]
         with b.if_else(b.icmp_signed("!=", args[4], ir.Constant(_I64, 0))) as (then, otherwise):
             with then:
                 for i, vector in enumerate(_rotate_vectors(b, plain, dim)):
@@ -448,9 +486,7 @@ def _store_row(typingctx: Any, head_dim: Any, source: Any, target: Any, scale: A
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         source, target = _pointer(b, args[1]), _pointer(b, args[2])
         scale = _splat(b, args[3])
-        plain = [
-            b.fmul(_load_floats(b, source, 4 * first, n), scale) for first, n in _pieces(dim)
-        ]
+        plain = [b.fmul(_load_floats(b, source, 4 * first, n), scale) for first, n in _pieces(dim)]
         with b.if_else(b.icmp_signed("!=", args[4], ir.Constant(_I64, 0))) as (then, otherwise):
             with then:
                 rows = _rotate_vectors(b, plain, dim)
@@ -675,13 +711,13 @@ def _word_spans(fmt: int, head_dim: int) -> list[tuple[int, int, int]]:
     ]
 
 
-def extends_in_rows(formats: tuple[int, int], k_dim: int, v_dim: int) -> bool:
+def extends_in_rows(formats: tuple[int, int]) -> bool:
     """Whether several new tokens run through the decode kernel, bit for bit as single ones do.
 
     So it is where decode computes in integers, whose rounding of queries and weights matrix
     products in floats would not repeat: what is cached must not change a result.
     """
-    return in_pairs(formats[0], k_dim) or in_pairs(formats[1], v_dim)
+    return INT8 in formats or INT4 in formats
 
 
 def num_groups(fmt: int, head_dim: int) -> int:
@@ -734,9 +770,7 @@ def _load_bytes(b: Any, pointer: Any, offset: Any, count: int) -> Any:
 
 
 @intrinsic(prefer_literal=True)
-def _quantize_query(
-    typingctx: Any, fmt: Any, head_dim: Any, source: Any, target: Any, sums: Any
-):
+def _quantize_query(typingctx: Any, fmt: Any, head_dim: Any, source: Any, target: Any, sums: Any):
     """Turn a float32 row into int16 in the order of `_word_spans`; its scale.
 
     The largest element becomes 32767. ``sums`` gets the sum of the integers of each scale group,
@@ -896,9 +930,7 @@ def _dot(typingctx: Any, x: Any, y: Any, num_vectors: Any):
 
 
 @intrinsic(prefer_literal=True)
-def _split_scales(
-    typingctx: Any, count: Any, source: Any, target: Any, line: Any, num: Any
-):
+def _split_scales(typingctx: Any, count: Any, source: Any, target: Any, line: Any, num: Any):
     """target[i, :num] (float32, rows ``line`` bytes apart) = source[:num, i] (bfloat16)."""
     width = _literal(count)
 
@@ -1056,7 +1088,7 @@ def _add_pairs(
 
 
 def _interleave(b: Any, x: Any, y: Any, part: int) -> Any:
-    """x and y by turns; ``part`` 0 or 1 of each run of 16 bytes, as the hardware does it."""
+    """Take x and y by turns; ``part`` 0 or 1 of each run of 16 bytes, as the hardware does it."""
     count = x.type.count
     lanes = [run + 8 * part + i for run in range(0, count, 16) for i in range(8)]
     return _shuffle(b, x, y, [lane + side for lane in lanes for side in (0, count)])
@@ -1282,8 +1314,8 @@ def _softmax_tile(
             b.store(b.fadd(b.load(total), p), total)
         alpha = _exp(b, b.fsub(m_old, safe))
         _store(b, m, stats, 0)
-        l = _load(b, stats, stats_bytes, _VF)
-        _store(b, _fma(b, l, alpha, b.load(total)), stats, stats_bytes)
+        old = _load(b, stats, stats_bytes, _VF)
+        _store(b, _fma(b, old, alpha, b.load(total)), stats, stats_bytes)
         _store(b, alpha, stats, b.mul(stats_bytes, ir.Constant(_I64, 2)))
         return context.get_dummy_value()
 
@@ -1477,9 +1509,7 @@ def _encode_int4(b: Any, dim: int, vectors: list[Any], codes: Any, scales: Any) 
         scale_bits, steps[group] = _scale_of(b, b.fsub(most, zeros[group]), 15.0)
         _store(b, scale_bits, scales, 4 * group)
         _store(b, zero_bits, scales, 4 * group + 2)
-    row = b.bitcast(
-        cgutils.alloca_once(b, ir.ArrayType(_I8, dim + LANES)), _I8.as_pointer()
-    )
+    row = b.bitcast(cgutils.alloca_once(b, ir.ArrayType(_I8, dim + LANES)), _I8.as_pointer())
     for (first, count), x in zip(_pieces(dim), vectors, strict=True):
         zero = _by_group(b, first, count, size, zeros.__getitem__)
         step = _by_group(b, first, count, size, steps.__getitem__)
@@ -1639,18 +1669,27 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
                 for turn in range(2):
                     t = low
                     while t < high:
-                        page = np.int64(_get_i32(
-                            args.page_table, seq * args.table_row + t // page_size))
+                        page = np.int64(
+                            _get_i32(args.page_table, seq * args.table_row + t // page_size)
+                        )
                         if page < 0 or page >= args.num_pages:
                             # Read as page 0; the call fails in the end.
                             _put_i64(args.counters, 2, page + (1 if page >= 0 else 0))
                             page = 0
                         offset = t % page_size
                         length = min(page_size - offset, high - t)
-                        k_source = (args.k_scale + page * args.ks_page + head * args.ks_head
-                                    + 2 * k_scales * offset)
-                        v_source = (args.v_scale + page * args.vs_page + head * args.vs_head
-                                    + 2 * v_scales * offset)
+                        k_source = (
+                            args.k_scale
+                            + page * args.ks_page
+                            + head * args.ks_head
+                            + 2 * k_scales * offset
+                        )
+                        v_source = (
+                            args.v_scale
+                            + page * args.vs_page
+                            + head * args.vs_head
+                            + 2 * v_scales * offset
+                        )
                         if turn == 0:
                             if k_scales > 0:
                                 _ask_for(k_source)
@@ -1658,17 +1697,27 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
                                 _ask_for(v_source)
                         else:
                             if k_split:
-                                _split_scales(k_scales, k_source, k_factors + 4 * (t - origin),
-                                              line, length)
+                                _split_scales(
+                                    k_scales, k_source, k_factors + 4 * (t - origin), line, length
+                                )
                             elif k_scales > 0:
-                                _widen_scales(k_source, k_factors + 4 * k_scales * (t - origin),
-                                              length * k_scales, np.float32(k_factor))
+                                _widen_scales(
+                                    k_source,
+                                    k_factors + 4 * k_scales * (t - origin),
+                                    length * k_scales,
+                                    np.float32(k_factor),
+                                )
                             if v_split:
-                                _split_scales(v_scales, v_source, v_factors + 4 * (t - origin),
-                                              line, length)
+                                _split_scales(
+                                    v_scales, v_source, v_factors + 4 * (t - origin), line, length
+                                )
                             elif v_scales > 0:
-                                _widen_scales(v_source, v_factors + 4 * v_scales * (t - origin),
-                                              length * v_scales, np.float32(v_factor))
+                                _widen_scales(
+                                    v_source,
+                                    v_factors + 4 * v_scales * (t - origin),
+                                    length * v_scales,
+                                    np.float32(v_factor),
+                                )
                         t += length
                 if k_one or k_split:
                     for n in range(k_scales):
@@ -1684,16 +1733,23 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
                     # Rows that lie one after another (a page's) are a run.
                     num_runs, t = 0, start
                     while t < end:
-                        page = np.int64(_get_i32(
-                            args.page_table, seq * args.table_row + t // page_size))
+                        page = np.int64(
+                            _get_i32(args.page_table, seq * args.table_row + t // page_size)
+                        )
                         if page < 0 or page >= args.num_pages:
                             page = 0
                         offset = t % page_size
                         length = min(page_size - offset, end - t)
-                        _put_i64(k_runs, num_runs, page * args.k_page + head * args.k_head
-                                 + args.k_pages + offset * k_row)
-                        _put_i64(v_runs, num_runs, page * args.v_page + head * args.v_head
-                                 + args.v_pages + offset * v_row)
+                        _put_i64(
+                            k_runs,
+                            num_runs,
+                            page * args.k_page + head * args.k_head + args.k_pages + offset * k_row,
+                        )
+                        _put_i64(
+                            v_runs,
+                            num_runs,
+                            page * args.v_page + head * args.v_head + args.v_pages + offset * v_row,
+                        )
                         _put_i64(lens, num_runs, length)
                         num_runs += 1
                         t += length
@@ -1706,12 +1762,17 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
                         q_head = head * group + g
                         _load_query(
                             k_dim,
-                            args.q + 4 * ((begin + first_query + query) * args.q_token
-                                          + q_head * args.q_head),
-                            row, args.scale, args.rotate_k)
+                            args.q
+                            + 4
+                            * ((begin + first_query + query) * args.q_token + q_head * args.q_head),
+                            row,
+                            args.scale,
+                            args.rotate_k,
+                        )
                         if k_pairs:
-                            scale = _quantize_query(k_fmt, k_dim, row, q + g * q_width,
-                                                    q_sums + 4 * g * k_groups)
+                            scale = _quantize_query(
+                                k_fmt, k_dim, row, q + g * q_width, q_sums + 4 * g * k_groups
+                            )
                             _put_f32(q_scales, g, scale)
                         else:
                             _put_f32(q_scales, g, np.float32(1.0))
@@ -1729,14 +1790,32 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
                         i = 0
                         while i < length:
                             if k_pairs:
-                                _score_pairs(k_fmt, k_dim, group, q, rows + i * k_row,
-                                             length - 1 - i, later + i * k_row,
-                                             scores + 4 * (done + i), line)
+                                _score_pairs(
+                                    k_fmt,
+                                    k_dim,
+                                    group,
+                                    q,
+                                    rows + i * k_row,
+                                    length - 1 - i,
+                                    later + i * k_row,
+                                    scores + 4 * (done + i),
+                                    line,
+                                )
                             else:
-                                _score_keys(k_fmt, k_dim, group, q, rows + i * k_row, k_row,
-                                            k_factors + 4 * k_scales * (done + i), 4 * k_scales,
-                                            length - 1 - i, later + i * k_row,
-                                            scores + 4 * (done + i), line)
+                                _score_keys(
+                                    k_fmt,
+                                    k_dim,
+                                    group,
+                                    q,
+                                    rows + i * k_row,
+                                    k_row,
+                                    k_factors + 4 * k_scales * (done + i),
+                                    4 * k_scales,
+                                    length - 1 - i,
+                                    later + i * k_row,
+                                    scores + 4 * (done + i),
+                                    line,
+                                )
                             i += block
                         done += length
                     num_vectors = (num + lanes - 1) // lanes
@@ -1746,9 +1825,15 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
                         mine = scores + g * k_groups * line
                         if k_split:
                             for n in range(k_groups):
-                                _affine(mine, mine + n * line, k_factors + 2 * n * line,
-                                        k_factors + (2 * n + 1) * line, _get_f32(q_scales, g),
-                                        _get_f32(q_sums, g * k_groups + n), num_vectors)
+                                _affine(
+                                    mine,
+                                    mine + n * line,
+                                    k_factors + 2 * n * line,
+                                    k_factors + (2 * n + 1) * line,
+                                    _get_f32(q_scales, g),
+                                    _get_f32(q_sums, g * k_groups + n),
+                                    num_vectors,
+                                )
                         elif k_one:
                             _multiply(mine, k_factors, _get_f32(q_scales, g), num_vectors)
                         if args.softcap > 0:
@@ -1775,19 +1860,26 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
                                 factor = np.float32(0.0)
                                 if heaviest > 0:
                                     factor = np.float32(32767.0) / heaviest
-                                _quantize_weights(spare, weights + number_of_row * (line // 2),
-                                                  factor, num_vectors)
+                                _quantize_weights(
+                                    spare,
+                                    weights + number_of_row * (line // 2),
+                                    factor,
+                                    num_vectors,
+                                )
                                 _put_f32(worth, number_of_row, heaviest / np.float32(32767.0))
                                 if v_split:
-                                    _put_f32(zeros, number_of_row,
-                                             _dot(mine, scales + line, num_vectors))
+                                    _put_f32(
+                                        zeros, number_of_row, _dot(mine, scales + line, num_vectors)
+                                    )
                         elif v_one:
                             _multiply(mine, v_factors, np.float32(1.0), num_vectors)
                         partial = partials + partial_bytes * (
-                            q_head * partial_rows + first_partial + split)
+                            q_head * partial_rows + first_partial + split
+                        )
                         if first_partial < 0:
                             partial = partials + partial_bytes * (
-                                (query * group + g) * partial_rows + split)
+                                (query * group + g) * partial_rows + split
+                            )
                         _put_f32(partial, 0, largest)
                         _put_f32(partial, 1, total)
                     # Chunk by chunk, so that the passes over the columns find it in cache.
@@ -1795,28 +1887,58 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
                     while run < num_runs:
                         count = min(runs_per_chunk, num_runs - run)
                         if v_pairs:
-                            _add_pairs(v_fmt, v_dim, group, acc, weights + 2 * done, line // 2,
-                                       v_runs + 8 * run, lens + 8 * run, count, ahead)
+                            _add_pairs(
+                                v_fmt,
+                                v_dim,
+                                group,
+                                acc,
+                                weights + 2 * done,
+                                line // 2,
+                                v_runs + 8 * run,
+                                lens + 8 * run,
+                                count,
+                                ahead,
+                            )
                         else:
-                            _add_values(v_fmt, v_dim, group, acc, scores + 4 * done,
-                                        k_groups * line, v_runs + 8 * run, lens + 8 * run,
-                                        count, ahead, v_row,
-                                        v_factors + 4 * v_scales * done, 4 * v_scales)
+                            _add_values(
+                                v_fmt,
+                                v_dim,
+                                group,
+                                acc,
+                                scores + 4 * done,
+                                k_groups * line,
+                                v_runs + 8 * run,
+                                lens + 8 * run,
+                                count,
+                                ahead,
+                                v_row,
+                                v_factors + 4 * v_scales * done,
+                                4 * v_scales,
+                            )
                         for i in range(run, run + count):
                             done += _get_i64(lens, i)
                         run += count
                     for g in range(group):
                         partial = partials + partial_bytes * (
-                            (head * group + g) * partial_rows + first_partial + split)
+                            (head * group + g) * partial_rows + first_partial + split
+                        )
                         if first_partial < 0:
                             partial = partials + partial_bytes * (
-                                (query * group + g) * partial_rows + split)
+                                (query * group + g) * partial_rows + split
+                            )
                         if v_pairs:
-                            _finish_pairs(v_fmt, v_dim, acc + g * acc_width, partial + 4 * lanes,
-                                          worth + 4 * g * v_groups, zeros + 4 * g * v_groups)
+                            _finish_pairs(
+                                v_fmt,
+                                v_dim,
+                                acc + g * acc_width,
+                                partial + 4 * lanes,
+                                worth + 4 * g * v_groups,
+                                zeros + 4 * g * v_groups,
+                            )
                         else:
-                            _to_natural_order(v_fmt, v_dim, acc + g * acc_width,
-                                              partial + 4 * lanes)
+                            _to_natural_order(
+                                v_fmt, v_dim, acc + g * acc_width, partial + 4 * lanes
+                            )
             merges = first_partial < 0
             if first_partial >= 0:
                 counter = first_counter + first_partial * args.num_kv_heads + head
@@ -1828,19 +1950,25 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
                         sink = np.float32(-np.inf)
                         if args.sinks != 0:
                             sink = _get_f32(args.sinks, q_head)
-                        partial = partials + partial_bytes * (
-                            q_head * partial_rows + first_partial)
+                        partial = partials + partial_bytes * (q_head * partial_rows + first_partial)
                         if first_partial < 0:
                             partial = partials + partial_bytes * (
-                                (query * group + g) * partial_rows)
+                                (query * group + g) * partial_rows
+                            )
                         # Splits that this query does not see yet count as nothing.
-                        factor = _merge(partial, partial_bytes, num_splits, out_vectors, sink,
-                                        row)
+                        factor = _merge(partial, partial_bytes, num_splits, out_vectors, sink, row)
                         _store_row(
-                            v_dim, row,
-                            args.out + 4 * ((begin + first_query + query) * args.out_token
-                                            + q_head * args.out_head),
-                            factor, args.rotate_v)
+                            v_dim,
+                            row,
+                            args.out
+                            + 4
+                            * (
+                                (begin + first_query + query) * args.out_token
+                                + q_head * args.out_head
+                            ),
+                            factor,
+                            args.rotate_v,
+                        )
 
     return cfunc(_SIGNATURE, cache=True, error_model="numpy")(decode)
 
@@ -1892,9 +2020,16 @@ def make_extend(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
                 query, g = r // group, r % group
                 _load_query(
                     k_dim,
-                    args.q + 4 * ((begin + first_query + query) * args.q_token
-                                  + (head * group + g) * args.q_head),
-                    row_floats, args.scale, args.rotate_k)
+                    args.q
+                    + 4
+                    * (
+                        (begin + first_query + query) * args.q_token
+                        + (head * group + g) * args.q_head
+                    ),
+                    row_floats,
+                    args.scale,
+                    args.rotate_k,
+                )
                 for e in range(k_dim):
                     _put_f32(q, e * rows + r, _get_f32(row_floats, e))
                 _put_i32(query_pos, r, np.int32(first_pos + query))
@@ -1913,8 +2048,9 @@ def make_extend(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
                 num = min(tile, end - t)
                 i = np.int64(0)
                 while i < num:
-                    page = np.int64(_get_i32(args.page_table,
-                                             seq * args.table_row + (t + i) // page_size))
+                    page = np.int64(
+                        _get_i32(args.page_table, seq * args.table_row + (t + i) // page_size)
+                    )
                     if page < 0 or page >= args.num_pages:
                         _put_i64(args.counters, 2, page + (1 if page >= 0 else 0))
                         page = 0
@@ -1922,48 +2058,90 @@ def make_extend(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
                     length = min(page_size - offset, num - i)
                     if k_scales > 0:
                         _widen_scales(
-                            args.k_scale + page * args.ks_page + head * args.ks_head
-                            + 2 * k_scales * offset, factors, length * k_scales,
-                            np.float32(k_factor))
-                    from_row = (args.k_pages + page * args.k_page + head * args.k_head
-                                + offset * k_row)
+                            args.k_scale
+                            + page * args.ks_page
+                            + head * args.ks_head
+                            + 2 * k_scales * offset,
+                            factors,
+                            length * k_scales,
+                            np.float32(k_factor),
+                        )
+                    from_row = (
+                        args.k_pages + page * args.k_page + head * args.k_head + offset * k_row
+                    )
                     for j in range(length):
-                        _dequantize_row(k_fmt, k_dim, from_row + j * k_row,
-                                        factors + 4 * k_scales * j, k_tile + (i + j) * k_width)
+                        _dequantize_row(
+                            k_fmt,
+                            k_dim,
+                            from_row + j * k_row,
+                            factors + 4 * k_scales * j,
+                            k_tile + (i + j) * k_width,
+                        )
                     if v_scales > 0:
                         _widen_scales(
-                            args.v_scale + page * args.vs_page + head * args.vs_head
-                            + 2 * v_scales * offset, factors, length * v_scales,
-                            np.float32(v_factor))
-                    from_row = (args.v_pages + page * args.v_page + head * args.v_head
-                                + offset * v_row)
+                            args.v_scale
+                            + page * args.vs_page
+                            + head * args.vs_head
+                            + 2 * v_scales * offset,
+                            factors,
+                            length * v_scales,
+                            np.float32(v_factor),
+                        )
+                    from_row = (
+                        args.v_pages + page * args.v_page + head * args.v_head + offset * v_row
+                    )
                     for j in range(length):
-                        _dequantize_row(v_fmt, v_dim, from_row + j * v_row,
-                                        factors + 4 * v_scales * j, v_tile + (i + j) * v_width)
+                        _dequantize_row(
+                            v_fmt,
+                            v_dim,
+                            from_row + j * v_row,
+                            factors + 4 * v_scales * j,
+                            v_tile + (i + j) * v_width,
+                        )
                     i += length
                 keys = (num + tile_m - 1) // tile_m * tile_m
-                _product(0, keys, row_vectors, k_dim, k_tile, k_width, 4, q, 4 * rows,
-                         scores, 4 * rows)
+                _product(
+                    0, keys, row_vectors, k_dim, k_tile, k_width, 4, q, 4 * rows, scores, 4 * rows
+                )
                 if args.softcap > 0:
                     _cap(scores, args.softcap, num * row_vectors)
                 if args.slopes != 0:
                     for i in range(num):
                         for r in range(num_rows):
                             bias = _get_f32(args.slopes, head * group + r % group) * np.float32(
-                                t + i - _get_i32(query_pos, r))
+                                t + i - _get_i32(query_pos, r)
+                            )
                             at = i * rows + r
                             _put_f32(scores, at, _get_f32(scores, at) + bias)
                 for v in range(row_vectors):
-                    _softmax_tile(scores + 4 * lanes * v, 4 * rows, num, t,
-                                  query_pos + 4 * lanes * v, window, stats + 4 * lanes * v,
-                                  4 * rows)
+                    _softmax_tile(
+                        scores + 4 * lanes * v,
+                        4 * rows,
+                        num,
+                        t,
+                        query_pos + 4 * lanes * v,
+                        window,
+                        stats + 4 * lanes * v,
+                        4 * rows,
+                    )
                 for r in range(num_rows):
                     alpha = _get_f32(stats, 2 * rows + r)
                     if alpha != np.float32(1.0):
                         mine = acc + r * v_width
                         _scale_add(mine, alpha, mine, np.float32(0.0), v_vectors)
-                _product(1, (num_rows + tile_m - 1) // tile_m * tile_m, v_vectors, num, scores,
-                         4, 4 * rows, v_tile, v_width, acc, v_width)
+                _product(
+                    1,
+                    (num_rows + tile_m - 1) // tile_m * tile_m,
+                    v_vectors,
+                    num,
+                    scores,
+                    4,
+                    4 * rows,
+                    v_tile,
+                    v_width,
+                    acc,
+                    v_width,
+                )
                 t += tile
             for r in range(num_rows):
                 query, q_head = r // group, head * group + r % group
@@ -1977,9 +2155,14 @@ def make_extend(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
                 total = total * w
                 if args.sinks != 0:
                     total += np.float32(math.exp(sink - largest))
-                _store_row(v_dim, partial, args.out + 4 * (
-                    (begin + first_query + query) * args.out_token
-                    + q_head * args.out_head), w / total, args.rotate_v)
+                _store_row(
+                    v_dim,
+                    partial,
+                    args.out
+                    + 4 * ((begin + first_query + query) * args.out_token + q_head * args.out_head),
+                    w / total,
+                    args.rotate_v,
+                )
 
     return cfunc(_SIGNATURE, cache=True, error_model="numpy")(extend)
 
@@ -2045,8 +2228,14 @@ def make_write(fmt: int, dim: int) -> Any:
                 factors = args.k_scale + page * args.ks_page + offset * 2 * scales
                 for head in range(args.num_kv_heads):
                     row = args.q + 4 * (token * args.q_token + head * args.q_head)
-                    _encode_row(fmt, dim, row, args.rotate_k, codes + head * args.k_head,
-                                factors + head * args.ks_head)
+                    _encode_row(
+                        fmt,
+                        dim,
+                        row,
+                        args.rotate_k,
+                        codes + head * args.k_head,
+                        factors + head * args.ks_head,
+                    )
 
     return cfunc(_SIGNATURE, cache=True, error_model="numpy")(write)
 
@@ -2069,10 +2258,9 @@ def _kernel(maker: Callable[..., Any], *sizes: int) -> int:
     begin = time.perf_counter()
     kernel = maker(*sizes)
     if not kernel.cache_hits:
-        print(
+        sys.stderr.write(
             f"radixkv: compiled a CPU kernel ({maker.__name__[5:]}) in "
-            f"{time.perf_counter() - begin:.1f} s; later runs load it from disk",
-            file=sys.stderr,
+            f"{time.perf_counter() - begin:.1f} s; later runs load it from disk\n"
         )
     _keep.append(kernel)
     return int(kernel.address)
@@ -2083,16 +2271,20 @@ _keep: list[Any] = []  # compiled code lives as long as its Python object
 
 @cache
 def _fork() -> Any:
-    """torch's own OpenMP entry point, or None where torch is built without one.
+    """Find torch's own OpenMP entry point; None where torch has none, or its threads sleep.
 
     Kernels run as a parallel region of the very OpenMP library that torch uses: one pool of
     threads for both. A second pool would compete with torch's workers, which spin for a while
-    after each product (see docs/cpu-kernels.md for what that costs).
+    after each product (docs/cpu-kernels.md says what that costs). With OMP_WAIT_POLICY=PASSIVE
+    they sleep: there is nothing to compete with, and `_executor`, whose late threads need not
+    be waited for, is faster on a busy machine.
     """
-    folder = os.path.join(os.path.dirname(torch.__file__), "lib")
+    if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive":
+        return None
+    folder = Path(torch.__file__).parent / "lib"
     for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
         try:
-            function = ctypes.CDLL(os.path.join(folder, name)).GOMP_parallel
+            function = ctypes.CDLL(str(folder / name)).GOMP_parallel
         except (OSError, AttributeError):
             continue
         function.restype = None
@@ -2123,7 +2315,9 @@ def _run(address: int, args: np.ndarray, num_threads: int) -> None:
         others = [pool.submit(function, pointer) for _ in range(num_threads - 1)]
         function(pointer)
         for other in others:
-            other.result()
+            # The tasks are done: who has not begun by now need not be waited for.
+            if not other.cancel():
+                other.result()
 
 
 def _memory(name: str, num_bytes: int) -> int:
@@ -2146,6 +2340,11 @@ def _require_head_dim(name: str, head_dim: int, fmt: int) -> None:
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(
             f'{name}: expected 1 to {MAX_HEAD_DIM}, got {head_dim}; use backend="torch"'
+        )
+    if fmt in (FP8, FP8_E5M2, FLOAT16) and _CPU.get("sse2") and not _CPU.get("f16c"):
+        raise ValueError(
+            f"kv_dtype: expected a format that this processor can read, got {FORMAT_NAMES[fmt]}, "
+            f'which needs F16C; use "int8" or backend="torch"'
         )
     if fmt == INT4 and head_dim % 2:
         raise ValueError(f'{name}: expected an even number for int4, got {head_dim}; use "int8"')
@@ -2190,8 +2389,8 @@ def make_plan(
             continue
         if group > MAX_DECODE_GROUP or (query_len > 1 and not in_rows):
             # Every query alike, so that it does not matter how a prompt is cut.
-            for first_query in range(0, query_len, queries_per_task):
-                tiles.append((seq, first_query, 0, 1, 0))
+            starts = range(0, query_len, queries_per_task)
+            tiles.extend((seq, first_query, 0, 1, 0) for first_query in starts)
         elif query_len == 1:
             splits = -(-seq_len // SPLIT)
             rows.extend((seq, 0, split, splits, row_partials) for split in range(splits))

@@ -67,7 +67,7 @@ def paged_attention(
     """
     formats = (_format(codec.k_format), _format(codec.v_format))
     group = max(1, q.shape[1] // codec.spec.num_kv_heads)
-    in_rows = cpu.extends_in_rows(formats, codec.k_format.head_dim, codec.v_format.head_dim)
+    in_rows = cpu.extends_in_rows(formats)
     plans = batch.__dict__.setdefault("_cpu_plans", {})  # one batch serves every layer of a step
     if (group, in_rows) not in plans:
         plans[group, in_rows] = cpu.make_plan(*batch.host_lens, group, in_rows=in_rows)

@@ -1,0 +1,255 @@
+"""Time of the CPU kernels against torch over dense float32 K and V; behind `radixkv bench kernel`.
+
+Every ratio is taken in one run: the rivals take turns, call by call, so that other work on the
+machine meets all alike. With one thread the clock is the process's CPU time, else the wall's.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from radixkv.attention import get_backend
+from radixkv.config import KVConfig
+from radixkv.quant import KVCodec, KVFormat, KVSpec, LayerPages
+from radixkv.reference import AttentionBatch, ScoreRule
+
+DECODE_SHAPES = ((1, 32, 8, 128, 8192), (8, 32, 8, 128, 4096), (16, 9, 3, 64, 4096))
+EXTEND_SHAPES = ((1, 32, 8, 128, 4096), (1, 9, 3, 64, 4096))
+EXTEND_QUERIES = 512
+PAGE_SIZE = 16
+
+
+@dataclass(frozen=True)
+class KernelTiming:
+    """One kernel on one shape.
+
+    Attributes:
+        kernel: "decode", "extend" or "write".
+        kv_dtype: storage format of the pages.
+        shape: (batch, query heads, KV heads, head_dim, KV length).
+        seconds: median of one call.
+        rival: what ``ratio`` compares with.
+        ratio: the rival's median time over ours; above 1 is faster.
+        gigabytes_per_s: stored bytes (scales included) that a call must move, over its time.
+    """
+
+    kernel: str
+    kv_dtype: str
+    shape: tuple[int, ...]
+    seconds: float
+    rival: str
+    ratio: float
+    gigabytes_per_s: float
+
+
+def _clock() -> float:
+    return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
+def _medians(calls: Sequence[Callable[[], object]], repeats: int) -> list[float]:
+    times: list[list[float]] = [[] for _ in calls]
+    for call in calls:
+        call()
+    for _ in range(repeats):
+        for call, taken in zip(calls, times, strict=True):
+            begin = _clock()
+            call()
+            taken.append(_clock() - begin)
+    return [median(taken) for taken in times]
+
+
+class _Load:
+    """Dense K and V of a batch, and the same in pages in random order."""
+
+    def __init__(self, kv_dtype: str, shape: tuple[int, ...]) -> None:
+        batch, _, num_kv_heads, head_dim, seq_len = shape
+        generator = torch.Generator().manual_seed(0)
+        dense = (batch, num_kv_heads, seq_len, head_dim)
+        self.k = torch.randn(dense, generator=generator)
+        self.v = torch.randn(dense, generator=generator)
+        spec = KVSpec(num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        self.codec = KVCodec(spec, KVConfig(dtype=kv_dtype, page_size=PAGE_SIZE))
+        self.backend = get_backend("cpu", torch.device("cpu"))
+        pages = -(-seq_len // PAGE_SIZE)
+        order = torch.randperm(batch * pages, generator=generator) + 1
+        self.page_table = order.int().reshape(batch, pages)
+        self.layer = self._pages(1 + batch * pages)
+        position = torch.arange(seq_len)
+        first = self.page_table[:, position // PAGE_SIZE].long() * PAGE_SIZE
+        self.slots = first + position % PAGE_SIZE
+        # Rows as a model gives them: [num_tokens, num_kv_heads, head_dim].
+        self.k_rows = self.k.transpose(1, 2).contiguous()
+        self.v_rows = self.v.transpose(1, 2).contiguous()
+        for i in range(batch):
+            self.write(i)
+        self.rule = ScoreRule(softmax_scale=head_dim**-0.5)
+        self.bytes_read = self.codec.bytes_per_token * batch * seq_len
+
+    def _pages(self, num_pages: int) -> LayerPages:
+        def make(form: KVFormat) -> tuple[Tensor, Tensor]:
+            shape = (num_pages, self.codec.spec.num_kv_heads, PAGE_SIZE)
+            codes = torch.zeros(*shape, form.code_width * form.code_dtype.itemsize).byte()
+            scale = torch.zeros(*shape, form.num_scales, dtype=torch.bfloat16)
+            return codes.view(form.code_dtype), scale
+
+        k_pages, k_scale = make(self.codec.k_format)
+        v_pages, v_scale = make(self.codec.v_format)
+        return LayerPages(k_pages, v_pages, k_scale, v_scale)
+
+    def write(self, seq: int) -> None:
+        k, v = self.k_rows[seq], self.v_rows[seq]
+        self.backend.write_kv(self.codec, self.layer, self.slots[seq], k, v, layer_idx=0)
+
+    def batch(self, query_len: int) -> AttentionBatch:
+        num_seqs, seq_len = self.page_table.shape[0], self.slots.shape[1]
+        return AttentionBatch(
+            slot_mapping=self.slots[:, -query_len:].flatten(),
+            page_table=self.page_table,
+            seq_lens=torch.full((num_seqs,), seq_len, dtype=torch.int32),
+            cu_seqlens_q=torch.arange(num_seqs + 1, dtype=torch.int32) * query_len,
+        )
+
+    def attend(self, q: Tensor, batch: AttentionBatch) -> Tensor:
+        return self.backend.paged_attention(self.codec, self.layer, q, batch, self.rule)
+
+
+def _queries(shape: tuple[int, ...], query_len: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(shape[0], shape[1], query_len, shape[3], generator=generator)
+
+
+def _require_close(kernel: str, load: _Load, got: Tensor, want: Tensor) -> None:
+    # No figure for a wrong result: quantization moves these outputs by far less than this.
+    allowed = 0.5 if load.codec.config.dtype in ("int4", "fp8_e5m2") else 0.1
+    error = float((got - want).abs().max())
+    if not error <= allowed:
+        raise RuntimeError(f"{kernel}: result is {error:.3g} from torch's; not timed")
+
+
+def time_decode(kv_dtype: str, shape: tuple[int, ...], repeats: int = 15) -> list[KernelTiming]:
+    """Decode against SDPA, given one query a head and given the heads of a group as rows."""
+    load = _Load(kv_dtype, shape)
+    q = _queries(shape, 1)
+    batch_size, _, num_kv_heads, head_dim, _ = shape
+    grouped = q.reshape(batch_size, num_kv_heads, -1, head_dim)
+    rows, batch = q[:, :, 0].contiguous(), load.batch(1)
+
+    def sdpa() -> Tensor:
+        return F.scaled_dot_product_attention(q, load.k, load.v, enable_gqa=True)
+
+    def sdpa_grouped() -> Tensor:
+        return F.scaled_dot_product_attention(grouped, load.k, load.v)
+
+    _require_close("decode", load, load.attend(rows, batch), sdpa()[:, :, 0])
+    plain, packed, ours = _medians([sdpa, sdpa_grouped, lambda: load.attend(rows, batch)], repeats)
+    rate = load.bytes_read / ours / 1e9
+    return [
+        KernelTiming("decode", kv_dtype, shape, ours, rival, taken / ours, rate)
+        for rival, taken in (("sdpa", plain), ("sdpa, grouped heads as rows", packed))
+    ]
+
+
+def time_extend(kv_dtype: str, shape: tuple[int, ...], repeats: int = 7) -> list[KernelTiming]:
+    """Extend of EXTEND_QUERIES tokens against SDPA with a causal mask."""
+    load = _Load(kv_dtype, shape)
+    q = _queries(shape, EXTEND_QUERIES)
+    rows, batch = q.transpose(1, 2).flatten(0, 1).contiguous(), load.batch(EXTEND_QUERIES)
+    seq_len = shape[4]
+    mask = torch.ones(EXTEND_QUERIES, seq_len, dtype=torch.bool).tril(seq_len - EXTEND_QUERIES)
+
+    def sdpa() -> Tensor:
+        return F.scaled_dot_product_attention(q, load.k, load.v, attn_mask=mask, enable_gqa=True)
+
+    _require_close("extend", load, load.attend(rows, batch), sdpa().transpose(1, 2).flatten(0, 1))
+    rival, ours = _medians([sdpa, lambda: load.attend(rows, batch)], repeats)
+    rate = load.bytes_read / ours / 1e9
+    return [KernelTiming("extend", kv_dtype, shape, ours, "sdpa, masked", rival / ours, rate)]
+
+
+def time_write(kv_dtype: str, shape: tuple[int, ...], repeats: int = 15) -> list[KernelTiming]:
+    """Quantize and scatter one sequence's rows against a plain copy of them."""
+    load = _Load(kv_dtype, (1, *shape[1:]))
+    k, v = torch.empty_like(load.k_rows[0]), torch.empty_like(load.v_rows[0])
+
+    def copy() -> None:
+        k.copy_(load.k_rows[0])
+        v.copy_(load.v_rows[0])
+
+    rival, ours = _medians([copy, lambda: load.write(0)], repeats)
+    rate = load.bytes_read / ours / 1e9
+    return [KernelTiming("write", kv_dtype, (1, *shape[1:]), ours, "copy", rival / ours, rate)]
+
+
+def read_bandwidth(num_bytes: int = 2**28) -> float:
+    """Bytes a second that summing a large float32 tensor reads, on torch's threads."""
+    data = torch.ones(num_bytes // 4)
+    (taken,) = _medians([data.sum], 5)
+    return num_bytes / taken
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def bench_kernels(
+    kv_dtypes: Sequence[str] = ("int8", "fp8", "int4"), *, num_threads: int | None = None
+) -> dict[str, object]:
+    """Run every kernel on every shape; a dict that JSON can hold.
+
+    Sets torch's number of threads while it runs.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads or before)
+    try:
+        timings: list[KernelTiming] = []
+        for kv_dtype in kv_dtypes:
+            for shape in DECODE_SHAPES:
+                timings += time_decode(kv_dtype, shape)
+            for shape in EXTEND_SHAPES:
+                timings += time_extend(kv_dtype, shape) + time_write(kv_dtype, shape)
+        return {
+            "bench": "kernel",
+            "device": "cpu",
+            "processor": _processor(),
+            "torch": torch.__version__,
+            "num_threads": torch.get_num_threads(),
+            "page_size": PAGE_SIZE,
+            "read_gigabytes_per_s": read_bandwidth() / 1e9,
+            "timings": [asdict(timing) for timing in timings],
+        }
+    finally:
+        torch.set_num_threads(before)
+
+
+def report(result: dict[str, object]) -> str:
+    """Lines for people, and as the last line the result as JSON."""
+    lines = [f"{result['processor']}, {result['num_threads']} threads"]
+    timings = result["timings"]
+    assert isinstance(timings, list)  # as bench_kernels makes it
+    lines += [
+        f"{row['kernel']:7} {row['kv_dtype']:9} {row['shape']!s:26} "
+        f"{1e3 * row['seconds']:9.3f} ms {row['gigabytes_per_s']:6.1f} GB/s "
+        f"{row['ratio']:6.2f}x of {row['rival']}"
+        for row in timings
+    ]
+    return "\n".join([*lines, json.dumps(result)])
+
+
+if __name__ == "__main__":
+    sys.stdout.write(report(bench_kernels()) + "\n")
