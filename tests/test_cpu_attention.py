@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from radixkv_kernels import cpu
 
 from radixkv import reference
 from radixkv.attention import get_backend
@@ -18,6 +17,7 @@ from radixkv.config import KVConfig
 from radixkv.cpu_backend import paged_attention, write_kv
 from radixkv.quant import KVCodec, KVFormat, KVSpec, LayerPages, hadamard
 from radixkv.reference import AttentionBatch, ScoreRule
+from radixkv_kernels import cpu
 
 FORMATS = ("int8", "fp8", "fp8_e5m2", "int4", "model")
 UNIT = 2.0**-24  # largest relative error of one float32 operation

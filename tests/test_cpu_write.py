@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from radixkv_kernels import cpu
 
 from radixkv import cpu_backend, reference
 from radixkv.config import KVConfig
 from radixkv.errors import NonFiniteError
 from radixkv.quant import KVCodec, KVFormat, KVSpec, LayerPages
+from radixkv_kernels import cpu
 
 QUANTIZED = ("int8", "fp8", "fp8_e5m2", "int4")
 NUM_PAGES = 5
