@@ -599,7 +599,9 @@ def _print_quality(report: dict[str, Any]) -> None:
 
 
 def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=("cache",), help="what is timed")
+    parser.add_argument(
+        "what", choices=("cache", "kernel"), help="the cache by itself, or the CPU kernels"
+    )
     parser.add_argument(
         "--trace",
         choices=("rag", "agent", "samples"),
@@ -613,7 +615,13 @@ def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_bench(arguments: argparse.Namespace) -> None:
-    """Time the cache by itself on three kinds of traces, against brute force; no model."""
+    """Time the cache on traces against brute force, or kernels against torch; no model."""
+    if arguments.what == "kernel":
+        from radixkv.bench_kernel import bench_kernels, report
+
+        result = bench_kernels()
+        print(json.dumps(result) if arguments.json else report(result))
+        return
     from dataclasses import asdict
 
     from rich.console import Console

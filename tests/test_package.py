@@ -75,6 +75,7 @@ IMPORT_ORDER = [
     "engine",
     "metrics",
     "bench_cache",
+    "bench_kernel",
     "demo",
     "quality",
     "cli",
