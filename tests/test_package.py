@@ -171,7 +171,7 @@ def test_every_third_party_import_is_a_declared_dependency():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     runtime = list(project["dependencies"])
-    for extra in ("cpu", "gpu", "demo", "guided"):
+    for extra in ("cpu", "gpu", "demo", "guided", "metrics"):
         runtime += extras[extra]
     names = [re.match(r"[\w-]+", line).group() for line in runtime]
     declared = {IMPORT_NAMES.get(name, name) for name in names}
