@@ -27,7 +27,7 @@ from torch import Tensor
 
 from radixkv import view
 from radixkv.attention import Backend, get_backend
-from radixkv.config import KVConfig, parse_bytes, require_int, require_real
+from radixkv.config import KVConfig, parse_bytes, require_int, require_namespace, require_real
 from radixkv.errors import CacheInvariantError, CapacityError
 from radixkv.pool import PageIds, PagePool, PageStorage, capacity_pages, free_device_bytes
 from radixkv.quant import KVCodec, KVSpec, LayerPages
@@ -604,6 +604,7 @@ class PrefixCache:
             ValueError, TypeError: no tokens, or some that are no ids.
             CapacityError: the rest does not fit, even after eviction.
         """
+        require_namespace(namespace)
         tokens = encode_tokens(token_ids)
         num_tokens = len(tokens) // TOKEN_BYTES
         if not num_tokens:
@@ -641,6 +642,7 @@ class PrefixCache:
 
     def match(self, token_ids: Any, namespace: Hashable = None) -> int:
         """How many leading tokens are cached; changes nothing, not even the eviction order."""
+        require_namespace(namespace)
         tokens = encode_tokens(token_ids)
         with self._guard:
             return self.tree.match(tokens, namespace).num_tokens
@@ -653,6 +655,7 @@ class PrefixCache:
         Raises:
             CapacityError: pins would hold more than ``KVConfig.pin_share`` of the pages.
         """
+        require_namespace(namespace)
         tokens = encode_tokens(token_ids)
         if ttl is not None:
             ttl = require_real("ttl", ttl, 0.0)
@@ -862,6 +865,7 @@ class PrefixCache:
 
     def explain(self, token_ids: Any, namespace: Hashable = None) -> view.Explanation:
         """Where and why the match of ``token_ids`` ends; changes nothing."""
+        require_namespace(namespace)
         tokens = encode_tokens(token_ids)
         with self._guard:
             return view.explain(self.tree, tokens, namespace)

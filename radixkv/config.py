@@ -76,6 +76,17 @@ def require_real(
     return number
 
 
+def require_namespace(namespace: object) -> None:
+    """Raise TypeError unless ``namespace`` can be looked up."""
+    try:
+        hash(namespace)
+    except TypeError as error:
+        raise TypeError(
+            f"namespace: expected something hashable (a str, int or tuple of these), got "
+            f"{namespace!r} of type {type(namespace).__name__}"
+        ) from error
+
+
 @dataclass(frozen=True, kw_only=True)
 class KVConfig:
     """How KV pages are stored, how many there are, and which are dropped first.

@@ -21,7 +21,7 @@ import torch
 from radixkv.batch import Run, build_batch
 from radixkv.branch import Branch
 from radixkv.cache import CacheStats, PrefixCache
-from radixkv.config import BeamParams, KVConfig, SamplingParams, require_int
+from radixkv.config import BeamParams, KVConfig, SamplingParams, require_int, require_namespace
 from radixkv.errors import (
     CapacityError,
     ContextLengthError,
@@ -346,6 +346,7 @@ class Engine:
     def open(self, prompt: Any, *, namespace: Hashable = None) -> Branch:
         """A `Branch` that begins with ``prompt``; its pages stay held until it is closed."""
         self.check_open()
+        require_namespace(namespace)
         token_ids = self._encode(prompt)
         self.check_length(len(token_ids), 0)
         lease = None
@@ -368,6 +369,7 @@ class Engine:
             continuations: texts (encoded alone, without special tokens) or token ids.
         """
         self.check_open()
+        require_namespace(namespace)
         token_ids = self._encode(prompt)
         tails = self.encode_continuations(token_ids, continuations)
         scores: list[Score] = self.run_all([ScoreRequest(token_ids, tails, namespace)])[0]
@@ -690,7 +692,7 @@ class Engine:
         record: bool = False,
     ) -> Request:
         self.check_open()
-        hash(namespace)  # TypeError here rather than in the engine's thread
+        require_namespace(namespace)
         token_ids = self._encode(prompt)
         if isinstance(params, BeamParams) and not fields_:
             self.check_request(token_ids, params)

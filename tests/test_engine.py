@@ -396,6 +396,7 @@ def test_bad_input_names_the_fault_and_changes_nothing(
             (ValueError, "the", {"stop_token_ids": [1000]}),
             (ValueError, "the", {"logit_bias": {1000: 1.0}}),
             (ValueError, [{"role": "user"}], {}),
+            (TypeError, "the", {"namespace": ["a list"]}),
         ]
         for error, prompt, fields in bad:
             with pytest.raises(error) as caught:
