@@ -11,8 +11,15 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from collections.abc import Callable
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
+
+# The same examples at every run, so that a change is judged by what it changes; with
+# RADIXKV_RANDOM=1 they are new ones each time (fuzz/ searches for hours).
+hypothesis.settings.register_profile("same", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("random", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("random" if os.environ.get("RADIXKV_RANDOM") else "same")
 
 VOCAB_SIZE = 1000
 _COMMON = dict(
