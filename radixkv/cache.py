@@ -209,6 +209,7 @@ class Lease:
         spec = cache.spec
         for name, rows, width in (("k", k, spec.head_dim), ("v", v, spec.v_head_dim)):
             shape = (stop - start, spec.num_kv_heads, width)
+            _require_floats(name, rows, cache.device)
             if tuple(rows.shape) != shape:
                 raise ValueError(
                     f"{name}: expected shape {list(shape)} (tokens {start} to {stop} have no KV "
@@ -534,6 +535,17 @@ class _Guard:
         self.lock.release()
 
 
+def _require_floats(name: str, rows: object, device: torch.device) -> None:
+    """Raise unless ``rows`` is a float tensor on the cache's device."""
+    if not isinstance(rows, Tensor) or not rows.is_floating_point():
+        got = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
+        raise TypeError(f"{name}: expected a floating-point tensor, got {got}; convert it first")
+    if rows.device.type != device.type:
+        raise ValueError(
+            f"{name}: expected a tensor on {device}, where the cache is, got one on {rows.device}"
+        )
+
+
 class _AllNamespaces:
     def __repr__(self) -> str:
         return "all namespaces"
@@ -561,6 +573,10 @@ class PrefixCache:
         device: torch.device | str = "cpu",
         backend: str = "auto",
     ) -> None:
+        if not isinstance(spec, KVSpec):
+            raise TypeError(f"spec: expected a KVSpec, got {spec!r}; use KVSpec(num_layers=...)")
+        if kv is not None and not isinstance(kv, KVConfig):
+            raise TypeError(f"kv: expected a KVConfig, got {kv!r}; use KVConfig(dtype=...)")
         self.spec = spec
         self.config = KVConfig() if kv is None else kv
         self.device = torch.device(device)
@@ -731,6 +747,18 @@ class PrefixCache:
             ValueError: rows that do not add up, or tokens without KV in this layer.
         """
         layer_idx = self._require_layer(layer)
+        _require_floats("q", q, self.device)
+        spec = self.spec
+        if (
+            q.ndim != 3
+            or q.shape[2] != spec.head_dim
+            or q.shape[1] % spec.num_kv_heads
+            or (not q.shape[1])
+        ):
+            raise ValueError(
+                f"q: expected shape [tokens, a multiple of {spec.num_kv_heads} heads, "
+                f"{spec.head_dim}], got {list(q.shape)}"
+            )
         if query_lens is None:
             if len(leases) == 1:
                 query_lens = [q.shape[0]]

@@ -155,7 +155,13 @@ class Engine:
                 "(float32 on a CPU with oneDNN has none of that)",
                 type(model).__name__,
             )
-        self.cache = PrefixCache(self._runner.spec, kv, device=self._runner.device, backend=backend)
+        try:
+            self.cache = PrefixCache(
+                self._runner.spec, kv, device=self._runner.device, backend=backend
+            )
+        except BaseException:
+            self._runner.release()
+            raise
         self._scheduler = Scheduler(self.cache, self._forward, max_batch_tokens)
         self._step_lock = threading.RLock()
         self._stepping: int | None = None  # ident of the thread inside a step
@@ -255,7 +261,8 @@ class Engine:
             prompts: text, token ids, or a chat (list of ``{"role", "content"}``); or a list
                 of these.
             params: for all prompts, or a list with one for each.
-            namespace: prompts of different namespaces never share cached KV.
+            namespace: prompts of different namespaces never share cached KV; anything
+                hashable, and those that compare equal are one (``1 == True``).
             progress: show a bar with tokens and cache hits.
             fields: of `SamplingParams`, instead of ``params``.
 
@@ -351,12 +358,15 @@ class Engine:
         self.check_length(len(token_ids), 0)
         lease = None
         if len(token_ids) > 1:
-            lease = self.cache.acquire(token_ids[:-1], namespace=namespace, full=True)
-            if lease.num_cached:
-                lease.truncate(lease.num_cached)
-            else:
-                lease.release()
-                lease = None
+            # Only what is cached is taken; the rest gets its pages when it is computed.
+            num_cached = self.cache.match(token_ids[:-1], namespace=namespace)
+            if num_cached:
+                lease = self.cache.acquire(token_ids[:num_cached], namespace=namespace, full=True)
+                if not lease.num_cached:  # evicted in between
+                    lease.release()
+                    lease = None
+                elif lease.num_cached < num_cached:
+                    lease.truncate(lease.num_cached)
         cached_tokens = 0 if lease is None else lease.num_cached
         return Branch(self, token_ids, namespace, lease=lease, cached_tokens=cached_tokens)
 
@@ -409,12 +419,19 @@ class Engine:
             if outputs:
                 self._deliver(outputs, progressed)
             self._settle(progressed)
-        except Exception as error:
+        except BaseException as error:
             # Not one sequence's fault: none that is live can be trusted to go on.
+            failure: Exception
+            if isinstance(error, Exception):
+                failure = error
+            else:
+                failure = RadixKVError(f"Engine: the step was ended by {type(error).__name__}")
             for request in list(self._live):
-                request.fail(error)
+                request.fail(failure)
                 progressed[request] = None
             self._settle(progressed)
+            if failure is not error:
+                raise
         finally:
             self._stepping = None
         return list(progressed)
@@ -511,6 +528,11 @@ class Engine:
 
     def run_all(self, requests: list[Any], *, progress: bool = False) -> list[Any]:
         """Run requests to their end; if one fails, the others are aborted and its error raised."""
+        if self._stepping == threading.get_ident():
+            raise RadixKVError(
+                "Engine: called from inside one of its own steps (a logits processor or callback), "
+                "which would wait for itself; use submit() there"
+            )
         self._enqueue(requests)
         try:
             if progress:
@@ -754,8 +776,9 @@ class Engine:
         """What has been done so far."""
         self.check_open()
         totals = self._totals
-        tokens = [tokens for tokens, _ in self._batches]
-        seqs = [seqs for _, seqs in self._batches]
+        batches = list(self._batches)  # the engine's thread goes on appending
+        tokens = [tokens for tokens, _ in batches]
+        seqs = [seqs for _, seqs in batches]
         return EngineStats(
             requests_done=totals["done"],
             requests_failed=totals["failed"],
@@ -864,8 +887,11 @@ class Stream(Iterator[Delta]):
         self.close()
 
     def __del__(self) -> None:
+        # May run at any moment, also inside a call that holds the cache's lock: never wait here.
         if hasattr(self, "_ready") and not self.request.done:
-            self.close()
+            self.request.aborted = True
+            with self._engine._wake:
+                self._engine._wake.notify_all()
 
 
 def _run_steps(
@@ -882,9 +908,14 @@ def _run_steps(
             engine._thread = None
             return
         if engine._inbox or engine._live:
-            with engine._step_lock:
-                if not engine._closed:
-                    engine._step()
+            try:
+                with engine._step_lock:
+                    if not engine._closed:
+                        engine._step()
+            except BaseException:
+                # SystemExit from a callback, say. Its requests have failed with it; the thread
+                # goes on for those that come.
+                logger.exception("a step was ended from inside")
             idle_since = time.perf_counter()
             if engine._inbox or engine._scheduler.has_work:
                 continue

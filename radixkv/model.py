@@ -302,6 +302,11 @@ class ModelRunner:
         Raises:
             UnsupportedModelError: names what of the model's attention cannot be served.
         """
+        if not hasattr(model, "config") or not hasattr(model, "get_output_embeddings"):
+            raise TypeError(
+                f"model: expected a transformers causal LM, got {type(model).__name__}; load one "
+                f"with AutoModelForCausalLM.from_pretrained, or use Engine.from_pretrained"
+            )
         _check_config(model)
         model.eval()
         native = model.config._attn_implementation.removeprefix("radixkv_")

@@ -97,7 +97,7 @@ def encode_rows(
     Raises:
         NonFiniteError: NaN or Inf in ``rows``; names the layer and the heads.
     """
-    rows = rows.float()
+    rows = rows.detach().float()
     finite = torch.isfinite(rows).all(dim=-1)
     if not bool(finite.all()):
         heads = (~finite).any(dim=0).nonzero().flatten().tolist()

@@ -24,7 +24,7 @@ import torch
 from radixkv.beam import BeamSearch
 from radixkv.cache import Lease
 from radixkv.config import BeamParams, SamplingParams
-from radixkv.errors import RadixKVError
+from radixkv.errors import EngineClosedError, RadixKVError
 from radixkv.guided import Guide
 from radixkv.sampling import Sampled, SamplerRow, fresh_seed, top_logprobs
 from radixkv.scheduler import Output, Scheduler, Sequence
@@ -327,6 +327,13 @@ class Request:
         self._notify()
 
 
+def _aborted() -> EngineClosedError:
+    return EngineClosedError(
+        "Engine: expected to run this request to its end, but it was aborted or the engine "
+        "closed; make it again on an open engine"
+    )
+
+
 def _commit_prompt(seq: Sequence, num_prompt: int, page_size: int) -> None:
     # Whole pages only: the tree's share of a part-filled page would cost its writer a copy.
     # The rest of the prompt becomes findable with the sequence's end.
@@ -590,7 +597,8 @@ class BeamRequest(Request):
                 for beam in self._search.results()
             ]
         else:  # aborted: the live beams as they stand
-            tails = [seq.token_ids[num_prompt:] for seq in self._beams]
+            tails = [seq.token_ids[num_prompt:] for seq in self._beams] or [[]]
+            del tails[self.params.num_return or self.params.width :]
             samples = [Sample(ids, self._text(ids, ended=False), "abort") for ids in tails]
         for i, sample in enumerate(samples):
             self._emit(Delta(i, sample.text, sample.token_ids, sample.finish_reason))
@@ -667,6 +675,10 @@ class ScoreRequest(Request):
         self._logprobs[index] += logprobs.gather(1, ids[:, None])[:, 0].tolist()
         self._greedy[index] &= bool((logprobs.argmax(dim=-1) == ids).all())
 
+    def abort(self) -> None:
+        """End with an error: half a score is none."""
+        self.fail(_aborted())
+
     def partial_result(self) -> list[Score]:
         return [
             Score(sum(logprobs), logprobs, greedy)
@@ -694,5 +706,6 @@ class PrefillRequest(Request):
             self.finish(self._remove(seq, commit=seq.num_computed, keep_lease=True))
         return []
 
-    def partial_result(self) -> None:
-        return None
+    def abort(self) -> None:
+        """End with an error: there is nothing to hand over."""
+        self.fail(_aborted())

@@ -275,11 +275,14 @@ class Scheduler:
         does not at once preempt it again.
         """
         if seq.lease is not None:  # brought by its owner, with KV for all of its tokens
-            seq.num_computed = seq.lease.num_tokens
-            seq.lease.extend(seq.token_ids[seq.lease.num_tokens :])
+            num_cached = seq.lease.num_tokens
+            seq.lease.extend(seq.token_ids[num_cached:])
             if seq.num_cached is None:
-                seq.num_cached = seq.num_computed
-            seq.write_from = seq.num_computed
+                seq.num_cached = num_cached
+            seq.write_from = num_cached
+            seq.num_computed = min(num_cached, seq.logits_from or num_cached)
+            if seq.logits_from == 0:
+                seq.num_computed = 0
             return
         wanted = len(seq.token_ids) if seq.logits_from is None else seq.logits_from
         lease = self.cache.acquire(

@@ -804,3 +804,101 @@ def test_messages_continue_a_branch_as_the_template_does(
         branch.append(messages)
         assert branch.token_ids == again.prompt_token_ids
         engine.abort(again)
+
+
+def test_half_a_score_is_no_score(tiny_model: Any) -> None:
+    model = tiny_model("llama")
+    engine = Engine(model, kv=kv(), max_batch_tokens=4)
+    got: list[Any] = []
+
+    def ask() -> None:
+        try:
+            got.append(engine.score(random_ids(200), [random_ids(30)] * 3))
+        except EngineClosedError as error:
+            got.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    time.sleep(0.1)
+    engine.close()
+    thread.join(20)
+    assert isinstance(got[0], EngineClosedError)
+
+
+def test_a_branch_gives_prompt_logprobs_of_every_token(tiny_model: Any) -> None:
+    model = tiny_model("llama")
+    prompt = random_ids(10)
+    with Engine(model, kv=kv()) as engine:
+        plain = engine.generate(prompt, max_new_tokens=1, prompt_logprobs=1).prompt_logprobs
+        with engine.open(prompt) as branch:
+            params = SamplingParams(max_new_tokens=1, prompt_logprobs=1)
+            held = branch.generate(params, keep=False).prompt_logprobs
+        assert len(held) == len(plain) == 10
+        for a, b in zip(held[1:], plain[1:], strict=True):
+            assert a == pytest.approx(b, abs=1e-4)
+        check_idle(engine)
+
+
+def test_opening_a_branch_evicts_nothing(tiny_model: Any) -> None:
+    model = tiny_model("llama")
+    with Engine(model, kv=kv()) as probe:
+        page_bytes = probe.cache.codec.bytes_per_page
+    with Engine(model, kv=kv(capacity=4 * page_bytes)) as engine:
+        engine.generate(random_ids(12), max_new_tokens=1)
+        with engine.open(random_ids(16, seed=5)):
+            assert engine.cache.match(random_ids(12)) == 12
+
+
+def test_a_callback_that_exits_fails_its_requests_and_no_others_later(tiny_model: Any) -> None:
+    model = tiny_model("llama")
+
+    def leave(input_ids: Any, scores: Any) -> Any:
+        raise SystemExit(1)
+
+    with Engine(model, kv=kv()) as engine:
+        with pytest.raises(radixkv.RadixKVError, match="SystemExit"):
+            engine.generate(random_ids(5), max_new_tokens=2, logits_processors=[leave])
+        assert engine.generate(random_ids(5), max_new_tokens=2).samples
+
+        def again(input_ids: Any, scores: Any) -> Any:
+            engine.generate([5], max_new_tokens=1)
+
+        with pytest.raises(radixkv.RadixKVError, match="inside one of its own steps"):
+            engine.generate(random_ids(5), max_new_tokens=2, logits_processors=[again])
+        check_idle(engine)
+
+
+def test_beams_aborted_before_they_start_are_one_empty_sample(tiny_model: Any) -> None:
+    model = tiny_model("llama")
+    with Engine(model, kv=kv()) as engine:
+        request = engine.submit(random_ids(5), BeamParams(width=3))
+        engine.abort(request)
+        (sample,) = request.result().samples
+        assert (sample.token_ids, sample.finish_reason) == ([], "abort")
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_tensors_that_do_not_fit_are_refused(backend: str) -> None:
+    spec = radixkv.KVSpec(num_layers=2, num_kv_heads=2, head_dim=16)
+    config = KVConfig(capacity="64KiB", page_size=4)
+    cache = radixkv.PrefixCache(spec, config, backend=backend)
+    rows = torch.randn(10, 2, 16)
+    with cache.acquire(range(10)) as lease:
+        for bad in (rows.int(), rows.numpy(), None, rows.to("meta")):
+            with pytest.raises((TypeError, ValueError)):
+                lease.write(0, bad, bad)
+        grad = rows.clone().requires_grad_() * 2
+        lease.write(0, grad, grad)
+        lease.write(1, rows, rows)
+        assert not cache.layer(0).k_pages.requires_grad
+        for shape in ((10, 4, 15), (10, 4, 32), (10, 3, 16), (10, 0, 16), (10, 64)):
+            with pytest.raises(ValueError, match="q: expected"):
+                lease.attend(0, torch.randn(shape))
+        with pytest.raises(TypeError, match="q: expected"):
+            lease.attend(0, torch.ones(10, 4, 16, dtype=torch.int32))
+        assert lease.attend(0, torch.randn(10, 4, 16)).shape == (10, 4, 16)
+    for wrong in ((spec, {"dtype": "int8"}), (None, config)):
+        with pytest.raises(TypeError, match="expected a KV"):
+            radixkv.PrefixCache(*wrong)
+    with pytest.raises(TypeError, match="causal LM"):
+        Engine(None)
