@@ -1,217 +1,139 @@
 """Linear layers whose rows do not feel their neighbours, for float32 models on a CPU.
 
-A plain matrix product takes other kernels at 1 row than at 40, and these add in another
-order. With quantized KV the difference in the last bit becomes a whole step between two
-codes now and then, which later layers amplify: a result would depend on what else is in the
-batch. oneDNN's products over weights packed once add every row in one order, whatever their
-number; this is measured for each shape of a model when it is packed, never assumed.
+A library's matrix product takes other kernels at 1 row than at 40, and these add in another
+order. With quantized KV the difference in the last bit becomes a whole step between two codes
+now and then, which later layers amplify: a result would depend on what else is in the batch.
+The compiled kernel adds every row in one order, whatever their number, and reads the weights
+where the checkpoint put them (``radixkv_kernels.linear``).
 
-Packing replaces a layer's weights, so they are held once (a matrix that an embedding shares
-stays as well). Activations are here too: torch computes the last elements of a tensor, and of
-each thread's part of it, by other code than the rest.
+Activations are here too: torch computes the last elements of a tensor, and of each thread's
+part of it, by other code than the rest.
 """
 
 from __future__ import annotations
 
-import logging
+import importlib.util
 import sys
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-logger = logging.getLogger("radixkv")
-
-# Row counts that are compared with each other when a shape is first packed.
-_PROBE_ROWS = (1, 2, 3, 5, 8, 16, 17, 33, 64, 129, 256)
-_PROBE_FLOPS = 2.0**33  # largest count of the above is cut to this many for large matrices
 _VECTOR_LOOP = 32  # elements that torch's widest vector loop takes at once
 _GRAIN = 32768  # elements below which torch gives a tensor to one thread
+_NEEDS = ("numba", "radixkv_kernels")
 
 
-def can_pack(weight: Tensor) -> bool:
-    """Whether products with ``weight`` can be packed here: float32, a CPU, oneDNN built in."""
+@cache
+def _kernels() -> Any:
+    """The compiled kernel's module; None where Numba or the kernels are not installed."""
+    if not all(map(importlib.util.find_spec, _NEEDS)):
+        return None
+    from radixkv_kernels import linear  # here, because it loads Numba
+
+    return linear
+
+
+def can_multiply(weight: Tensor) -> bool:
+    """Whether the kernel can read ``weight``: a float32 matrix on a CPU."""
     return (
         weight.device.type == "cpu"
         and weight.dtype == torch.float32
         and weight.dim() == 2
         and weight.numel() > 0
-        and torch.backends.mkldnn.is_available()
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and type(weight) in (Tensor, nn.Parameter)
+        and _kernels() is not None
     )
 
 
-def _product(rows: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    out: Tensor = torch.ops.mkldnn._linear_pointwise.default(rows, packed, bias, "none", [], "")
+def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Products of rows with a layer's weights; a row's bits do not feel the other rows.
+
+    Args:
+        rows: [num_rows, inputs] float32.
+        weight: [outputs, inputs] float32, as `can_multiply` wants it.
+        bias: [outputs] float32.
+    Returns:
+        [num_rows, outputs] float32.
+
+    Accuracy: relative error of a sum at most inputs / LANES + log2(LANES) roundings, less than
+    that of adding in order.
+    """
+    rows, weight = rows.detach().contiguous(), weight.detach().contiguous()
+    out = torch.empty(rows.shape[0], weight.shape[0])
+    if out.numel():
+        _kernels().multiply(
+            rows.data_ptr(),
+            weight.data_ptr(),
+            0 if bias is None else bias.detach().contiguous().data_ptr(),
+            out.data_ptr(),
+            (rows.shape[0], *weight.shape),
+            torch.get_num_threads(),
+        )
     return out
 
 
-class _PackedProduct(torch.autograd.Function):
-    """The product for callers outside of an engine who run with gradients on."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, parameter: Tensor, layer: PackedLinear) -> Tensor:
-        # `parameter`, emptied, is an argument so that autograd comes by and hears of it.
-        ctx.layer = layer
-        return layer.product(rows)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        layer = ctx.layer
-        if layer.trains:
-            raise RuntimeError(
-                "gradients: this layer's weights are packed by an open radixkv.Engine; close the "
-                "engine before training, or freeze the model before making the engine"
-            )
-        weight = layer.weight.t() if layer.is_transposed else layer.weight
-        return grads[0] @ weight, None, None
-
-
-class PackedLinear(nn.Module):
+class SteadyLinear(nn.Module):
     """Stands in a model for an ``nn.Linear`` or a ``Conv1D``, and computes what it computes.
 
-    The weights are held packed; ``weight`` makes a dense copy of them at each access.
+    It has the layer's own parameters; with gradients, or in another dtype or on another device,
+    it does what the layer does.
 
     Args:
-        plain: the layer. Its weights are taken away until `unpack`, unless ``keep_weight``.
-        keep_weight: the weights are used elsewhere too, so they stay where they are.
+        plain: the layer. A ``Conv1D`` has its weights, [inputs, outputs], laid out anew in
+            memory, so that an output's lie together; their values and shape stay.
     """
 
-    def __init__(self, plain: nn.Module, *, keep_weight: bool) -> None:
+    def __init__(self, plain: nn.Module) -> None:
         super().__init__()
-        weight: Tensor = plain.weight  # type: ignore[assignment]
         self.is_transposed = not isinstance(plain, nn.Linear)
-        given: Tensor | None = plain.bias  # type: ignore[assignment]
-        self.trains = weight.requires_grad or (given is not None and given.requires_grad)
-        self.keeps_weight = keep_weight
-        self.pads_one_row = False
-        rows, columns = weight.shape
-        self.out_features, self.in_features = (
-            (columns, rows) if self.is_transposed else (rows, columns)
-        )
-        # Not a submodule: its emptied weights are nobody's parameters.
-        object.__setattr__(self, "plain", plain)
+        weight: nn.Parameter = plain.weight  # type: ignore[assignment]
+        self.out_features, self.in_features = weight.shape
+        if self.is_transposed:
+            self.in_features, self.out_features = weight.shape
+            weight.data = weight.data.t().contiguous().t()
+        object.__setattr__(self, "plain", plain)  # not a child: its parameters are listed once
+        self.register_parameter("weight", weight)
         self.register_parameter("bias", plain.bias)  # type: ignore[arg-type]
-        self._packed: Tensor | None = None
         self.train(plain.training)
-        self.pack()
 
     plain: nn.Module
-    bias: Tensor | None
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
-    def pack(self) -> None:
-        """Take the plain layer's weights."""
-        parameter: nn.Parameter = self.plain.weight  # type: ignore[assignment]
-        weight = parameter.detach()
+    def restore(self) -> nn.Module:
+        """The plain layer, with the parameters that this one has now."""
         if self.is_transposed:
-            weight = weight.t()
-        self._packed = torch.ops.mkldnn._reorder_linear_weight.default(weight.contiguous())
-        if not self.keeps_weight:
-            parameter.data = parameter.data.new_empty(0)
+            self.weight.data = self.weight.data.contiguous()
+        return self._plain_now()
 
-    def unpack(self) -> nn.Module:
-        """Give the weights back to the plain layer, and return it; this layer then calls it."""
-        packed, self._packed = self._packed, None
-        if packed is not None and not self.keeps_weight:
-            self.plain.weight.data = self._dense(packed)
-        return self.plain
-
-    def _dense(self, packed: Tensor) -> Tensor:
-        dense = packed.to_dense()
-        return dense.t().contiguous() if self.is_transposed else dense
-
-    @property
-    def weight(self) -> Tensor:
-        """The weights as the plain layer has them; a copy unless they are kept."""
-        packed = self._packed
-        if packed is None or self.keeps_weight:
-            return self.plain.weight  # type: ignore[return-value]
-        return self._dense(packed)
-
-    def product(self, rows: Tensor) -> Tensor:
-        """[num_rows, in_features] to [num_rows, out_features]; num_rows is not 0."""
-        packed = self._packed
-        if packed is None:
-            out: Tensor = self.plain(rows)
-            return out
-        if rows.shape[0] == 1 and self.pads_one_row:
-            return _product(rows.expand(2, -1), packed, self.bias)[:1]
-        return _product(rows, packed, self.bias)
+    def _plain_now(self) -> nn.Module:
+        self.plain.weight, self.plain.bias = self.weight, self.bias  # type: ignore[assignment]
+        return self.plain.train(self.training)
 
     def forward(self, x: Tensor) -> Tensor:
         """As the plain layer's."""
-        packed = self._packed
-        if packed is None:
-            return self.plain(x)  # type: ignore[no-any-return]
-        if x.dtype != torch.float32 or x.device.type != "cpu":
-            weight = self.weight.t() if self.is_transposed else self.weight
+        weight = self.weight.t() if self.is_transposed else self.weight
+        grows = torch.is_grad_enabled() and (
+            x.requires_grad or any(one.requires_grad for one in self.parameters())
+        )
+        if grows or x.dtype != torch.float32 or not can_multiply(self.weight):
             return F.linear(x, weight, self.bias)
-        rows = x.reshape(-1, self.in_features)
-        if not rows.shape[0]:
-            return x.new_empty((*x.shape[:-1], self.out_features))
-        if torch.is_grad_enabled() and (x.requires_grad or self.trains):
-            out: Tensor = _PackedProduct.apply(rows, self.plain.weight, self)  # type: ignore[no-untyped-call]
-        else:
-            out = self.product(rows)
-        return out.view(*x.shape[:-1], self.out_features)
+        out = multiply(x.reshape(-1, weight.shape[1]), weight, self.bias)
+        return out.view(*x.shape[:-1], weight.shape[0])
 
     def extra_repr(self) -> str:
         """Shapes, as ``nn.Linear`` shows them."""
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
-    # -- the model stays usable --------------------------------------------------------------
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "weight":
-            raise AttributeError(
-                "weight: is packed by an open radixkv.Engine; close the engine before giving the "
-                "model other weights"
-            )
-        super().__setattr__(name, value)
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        weight = self.weight
-        destination[prefix + "weight"] = weight if keep_vars else weight.detach()
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        self.unpack()
-        try:
-            self.plain._load_from_state_dict(*args)
-        finally:
-            self._parameters["bias"] = self.plain.bias  # type: ignore[assignment]
-            self.pack()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
-        # To another device or dtype: packed weights cannot follow, so the layer is plain again.
-        probe = fn(torch.empty(0))
-        if self._packed is None or probe.dtype != torch.float32 or probe.device.type != "cpu":
-            self.unpack()
-            self.plain._apply(fn, recurse)
-            self._parameters["bias"] = self.plain.bias  # type: ignore[assignment]
-        return self
-
     def __reduce__(self) -> Any:
-        # Copies and pickles are plain layers: packed weights belong to this process and engine.
-        return _identity, (self._plain_copy(),)
-
-    def _plain_copy(self) -> nn.Module:
-        if self._packed is None or self.keeps_weight:
-            return self.plain
-        parameter: nn.Parameter = self.plain.weight  # type: ignore[assignment]
-        twin = self.plain.__class__.__new__(self.plain.__class__)
-        twin.__dict__.update(self.plain.__dict__)
-        twin._parameters = dict(self.plain._parameters)
-        twin._parameters["weight"] = nn.Parameter(
-            self.weight, requires_grad=parameter.requires_grad
-        )
-        return twin
+        # Copies and pickles are plain layers: an engine's hold ends with its process.
+        return _identity, (self._plain_now(),)
 
 
 def _identity(module: nn.Module) -> nn.Module:
@@ -248,6 +170,10 @@ class SteadyActivation(nn.Module):
         out: Tensor = self.plain(padded)[:num_rows, :width]
         return out.reshape(x.shape)
 
+    def restore(self) -> nn.Module:
+        """The plain activation."""
+        return self.plain
+
     def __reduce__(self) -> Any:
         return _identity, (self.plain,)
 
@@ -274,69 +200,36 @@ class SteadyModel:
     """A model's layers replaced by those above, for as long as an engine holds it.
 
     Attributes:
-        odd_shapes: (in_features, out_features) whose rows do depend on their number here; they
-            were left plain.
+        holders: how many uses of it have not ended.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.odd_shapes: set[tuple[int, int]] = set()
         self.holders = 0
         # Parents by weak reference: one of them is the model, which must not be kept alive.
-        self._places: list[tuple[weakref.ref[nn.Module], str, nn.Module]] = []
-        self._pads: dict[tuple[int, int, bool], bool | None] = {}
-        uses = Counter(
-            id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)
-        )
-        made: dict[nn.Module, nn.Module] = {}
+        self._places: list[tuple[weakref.ref[nn.Module], str, SteadyLinear | SteadyActivation]] = []
+        made: dict[nn.Module, SteadyLinear | SteadyActivation] = {}
         try:
             for parent, name, plain in list(_children(model)):
-                if plain in made:  # one module in two places
-                    self._put(parent, name, made[plain])
-                elif _is_linear(plain):
-                    layer = self._pack(plain, keep=uses[id(plain.weight)] > 1)
-                    if layer is not None:
-                        self._put(parent, name, layer)
-                        made[plain] = layer
-                elif _is_activation(plain):
-                    made[plain] = SteadyActivation(plain)
-                    self._put(parent, name, made[plain])
+                if plain not in made:  # else one module in two places
+                    if _is_linear(plain):
+                        made[plain] = SteadyLinear(plain)
+                    elif _is_activation(plain):
+                        made[plain] = SteadyActivation(plain)
+                    else:
+                        continue
+                parent._modules[name] = made[plain]
+                self._places.append((weakref.ref(parent), name, made[plain]))
         except BaseException:
             self.restore()
             raise
-        if self.odd_shapes:
-            logger.warning(
-                "matrix products of shape %s give a row other bits when their number of rows "
-                "changes on this machine: results may differ slightly with what else runs",
-                ", ".join(f"{rows} -> {columns}" for rows, columns in sorted(self.odd_shapes)),
-            )
-
-    def _pack(self, plain: nn.Module, *, keep: bool) -> PackedLinear | None:
-        weight: Tensor = plain.weight  # type: ignore[assignment]
-        key = (weight.shape[0], weight.shape[1], isinstance(plain, nn.Linear))
-        if key in self._pads and self._pads[key] is None:
-            return None
-        layer = PackedLinear(plain, keep_weight=keep)
-        if key not in self._pads:
-            self._pads[key] = _probe(layer)
-        padding = self._pads[key]
-        if padding is None:
-            self.odd_shapes.add((layer.in_features, layer.out_features))
-            layer.unpack()
-            return None
-        layer.pads_one_row = padding
-        return layer
-
-    def _put(self, parent: nn.Module, name: str, layer: nn.Module) -> None:
-        parent._modules[name] = layer
-        self._places.append((weakref.ref(parent), name, layer))
 
     def restore(self) -> None:
-        """Put the plain layers and their weights back."""
+        """Put the plain layers back."""
         for reference, name, layer in self._places:
-            plain = layer.unpack() if isinstance(layer, PackedLinear) else layer.plain
+            plain = layer.restore()
             parent = reference()
             if parent is not None and parent._modules.get(name) is layer:
-                parent._modules[name] = plain  # type: ignore[assignment]
+                parent._modules[name] = plain
         self._places.clear()
 
 
@@ -388,7 +281,7 @@ def _is_linear(module: nn.Module) -> bool:
     pytorch_utils = sys.modules.get("transformers.pytorch_utils")
     kinds = (nn.Linear, getattr(pytorch_utils, "Conv1D", nn.Linear))
     # Subclasses, hooks and replaced forwards may do more than the product.
-    return type(module) in kinds and _is_bare(module) and can_pack(module.weight)  # type: ignore[arg-type]
+    return type(module) in kinds and _is_bare(module) and can_multiply(module.weight)  # type: ignore[arg-type]
 
 
 def _is_activation(module: nn.Module) -> bool:
@@ -416,25 +309,3 @@ def _elementwise() -> set[type]:
         if kind is not None:
             kinds.add(kind)
     return kinds
-
-
-def _probe(layer: PackedLinear) -> bool | None:
-    """Whether one row must be padded to two for equal bits; None if that is not enough."""
-    flops = 2.0 * layer.in_features * layer.out_features
-    counts = [count for count in _PROBE_ROWS if count <= 17 or count * flops <= _PROBE_FLOPS]
-    generator = torch.Generator().manual_seed(len(counts))
-    rows = torch.randn(counts[-1], layer.in_features, generator=generator)
-    pads = False
-    with torch.inference_mode():
-        expected = layer.product(rows)
-        for count in counts:
-            for start in {0, (counts[-1] - count) // 2, counts[-1] - count}:
-                stop = start + count
-                if torch.equal(layer.product(rows[start:stop]), expected[start:stop]):
-                    continue
-                if count > 1:
-                    return None
-                pads = layer.pads_one_row = True
-                if not torch.equal(layer.product(rows[start:stop]), expected[start:stop]):
-                    return None
-    return pads

@@ -21,12 +21,11 @@ from torch.nn import functional as F
 
 from radixkv import Engine, KVConfig
 from radixkv.batch import Run
-from radixkv.linear import PackedLinear, SteadyActivation, can_pack, steady
+from radixkv.linear import SteadyActivation, SteadyLinear, steady
 from radixkv.model import ModelRunner, attending
 from radixkv.models import prepare_small_model
 
 NAMES = ("llama", "qwen2", "qwen3", "mistral-window", "gemma2", "gpt2", "opt")
-CAN_PACK = can_pack(torch.ones(2, 2))
 
 
 def per_row(module: Any, query: Tensor, key: Tensor, value: Tensor, keywords: Any) -> Tensor:
@@ -67,9 +66,8 @@ def test_rows_of_a_whole_model_do_not_feel_their_number_or_place(
 ) -> None:
     model = tiny_model(name, fresh=True)
     runner = ModelRunner.load(model)
-    assert runner.has_steady_rows == CAN_PACK
-    if runner.has_steady_rows:
-        check_rows(model, 702, (1, 2, 3, 5, 16, 17, 100, 700), runner.vocab_size)
+    assert runner.has_steady_rows
+    check_rows(model, 702, (1, 2, 3, 5, 16, 17, 100, 700), runner.vocab_size)
     runner.release()
 
 
@@ -83,9 +81,8 @@ def test_rows_stay_steady_with_other_numbers_of_threads(
         for name, intermediate_size in (("llama", 100), ("gemma2", 128)):
             model = tiny_model(name, fresh=True, intermediate_size=intermediate_size)
             runner = ModelRunner.load(model)
-            assert runner.has_steady_rows == CAN_PACK
-            if runner.has_steady_rows:
-                check_rows(model, 400, (1, 2, 7, 33, 333), runner.vocab_size)
+            assert runner.has_steady_rows
+            check_rows(model, 400, (1, 2, 7, 33, 333), runner.vocab_size)
             runner.release()
     finally:
         torch.set_num_threads(before)
@@ -98,27 +95,24 @@ def test_rows_stay_steady_with_other_numbers_of_threads(
     bias=st.booleans(),
     data=st.data(),
 )
-def test_any_packed_shape_is_close_to_the_plain_one_and_steady(
+def test_any_shape_is_close_to_the_plain_one_and_steady(
     in_features: int, out_features: int, bias: bool, data: st.DataObject
 ) -> None:
-    if not CAN_PACK:
-        return
     model = nn.Sequential(nn.Linear(in_features, out_features, bias=bias))
     rows = torch.randn(130, in_features)
     with torch.no_grad():
         expected = model.double()(rows.double())
         model.float()
         plain = model(rows)
-        held, release = steady(model)
-        assert held.odd_shapes or isinstance(model[0], PackedLinear)
+        _, release = steady(model)
+        assert isinstance(model[0], SteadyLinear)
         got = model(rows)
         bound = 1e-6 * (in_features + 2) * max(1.0, float(expected.abs().max()))
         assert (got - expected).abs().max() <= bound
-        if not held.odd_shapes:
-            for _ in range(6):
-                start = data.draw(st.integers(0, 129))
-                stop = data.draw(st.integers(start + 1, 130))
-                assert torch.equal(model(rows[start:stop]), got[start:stop])
+        for _ in range(6):
+            start = data.draw(st.integers(0, 129))
+            stop = data.draw(st.integers(start + 1, 130))
+            assert torch.equal(model(rows[start:stop]), got[start:stop])
         release()
         assert type(model[0]) is nn.Linear
         assert torch.equal(model(rows), plain)
@@ -164,7 +158,7 @@ def test_a_held_model_stays_usable_and_comes_back_whole(
         logits = model(input_ids).logits
     tokens = model.generate(input_ids, do_sample=False, max_new_tokens=5)
     runner, other = ModelRunner.load(model), ModelRunner.load(model)
-    assert any(isinstance(m, PackedLinear) for m in model.modules()) == CAN_PACK
+    assert any(isinstance(m, SteadyLinear) for m in model.modules())
 
     after = model.state_dict()
     assert after.keys() == before.keys()
@@ -176,7 +170,7 @@ def test_a_held_model_stays_usable_and_comes_back_whole(
     loaded = tf.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(loaded[key], before[key]) for key in before)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert not any(isinstance(m, PackedLinear) for m in twin.modules())
+        assert not any(isinstance(m, SteadyLinear) for m in twin.modules())
         with torch.no_grad():
             assert torch.allclose(twin(input_ids).logits, logits, atol=1e-5)
     file = io.BytesIO()
@@ -184,7 +178,7 @@ def test_a_held_model_stays_usable_and_comes_back_whole(
 
     runner.release()
     runner.release()  # once is enough
-    assert any(isinstance(m, PackedLinear) for m in model.modules()) == CAN_PACK
+    assert any(isinstance(m, SteadyLinear) for m in model.modules())
     other.release()
     assert dict(model.named_modules()) == modules
     assert {key: id(p) for key, p in model.named_parameters()} == {
@@ -196,20 +190,16 @@ def test_a_held_model_stays_usable_and_comes_back_whole(
 
 
 def test_weights_are_held_once(tiny_model: Callable[..., Any]) -> None:
-    model = tiny_model("llama", fresh=True)
-    linears = [m for m in model.modules() if type(m) is nn.Linear]
+    model = tiny_model("llama", fresh=True, tie_word_embeddings=True)
+    model.tie_weights()
+    addresses = {key: p.data_ptr() for key, p in model.named_parameters()}
     runner = ModelRunner.load(model)
-    if CAN_PACK:
-        assert all(m.weight.numel() == 0 for m in linears)
-        left = sum(p.numel() for p in model.parameters())
-        assert left < 2 * model.get_input_embeddings().weight.numel()
+    assert {key: p.data_ptr() for key, p in model.named_parameters()} == addresses
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    assert isinstance(model.lm_head, SteadyLinear)
     runner.release()
-    tied = tiny_model("llama", fresh=True, tie_word_embeddings=True)
-    tied.tie_weights()
-    runner = ModelRunner.load(tied)
-    assert tied.lm_head.weight is tied.get_input_embeddings().weight
-    runner.release()
-    assert tied.lm_head.weight is tied.get_input_embeddings().weight
+    assert {key: p.data_ptr() for key, p in model.named_parameters()} == addresses
+    assert model.lm_head.weight is model.get_input_embeddings().weight
 
 
 def test_a_dropped_runner_gives_the_model_back(tiny_model: Callable[..., Any]) -> None:
@@ -217,7 +207,7 @@ def test_a_dropped_runner_gives_the_model_back(tiny_model: Callable[..., Any]) -
     runner = ModelRunner.load(model)
     del runner
     gc.collect()
-    assert not any(isinstance(m, PackedLinear) for m in model.modules())
+    assert not any(isinstance(m, SteadyLinear) for m in model.modules())
     held, _ = steady(model)
     del held
     gone = [False]
@@ -227,41 +217,33 @@ def test_a_dropped_runner_gives_the_model_back(tiny_model: Callable[..., Any]) -
     assert gone == [True]
 
 
-def test_other_weights_and_training_are_refused_or_followed(
-    tiny_model: Callable[..., Any],
-) -> None:
-    if not CAN_PACK:
-        return
+def test_other_weights_and_training_are_followed() -> None:
     model = nn.Sequential(nn.Linear(40, 30), nn.SiLU(), nn.Linear(30, 20))
     x = torch.randn(7, 40)
+    model(x).sum().backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
     _, release = steady(model)
-    with pytest.raises(AttributeError, match="close the engine"):
-        model[0].weight = nn.Parameter(torch.ones(30, 40))
-    with pytest.raises(RuntimeError, match="close the engine before training"):
-        model(x).sum().backward()
+    model(x).sum().backward()
+    for parameter, gradient in zip(model.parameters(), gradients):
+        assert torch.allclose(parameter.grad, gradient, atol=1e-5)
     fresh = {key: torch.randn_like(value) for key, value in model.state_dict().items()}
     model.load_state_dict(fresh)
+    model[2].weight = nn.Parameter(2 * fresh["2.weight"])
+    fresh["2.weight"] = 2 * fresh["2.weight"]
     hidden = F.silu(F.linear(x, fresh["0.weight"], fresh["0.bias"]))
+    expected = F.linear(hidden, fresh["2.weight"], fresh["2.bias"])
     with torch.no_grad():
-        expected = F.linear(hidden, fresh["2.weight"], fresh["2.bias"])
         assert torch.allclose(model(x), expected, atol=1e-4)
+        assert model(x[:0]).shape == (0, 20)
         model.double()
         assert model(x.double()).dtype == torch.float64
         model.float()
         assert torch.allclose(model(x), expected, atol=1e-4)
     release()
-    model.requires_grad_(False)
-    inputs = x.clone().requires_grad_()
-    plain_inputs = x.clone().requires_grad_()
-    model(plain_inputs).sum().backward()
-    _, release = steady(model)
-    model(inputs).sum().backward()
-    assert torch.allclose(inputs.grad, plain_inputs.grad, atol=1e-4)
-    release()
-    model.requires_grad_(True)
     assert all(torch.equal(value, fresh[key]) for key, value in model.state_dict().items())
-    with torch.enable_grad():
-        model(x).sum().backward()
+    with torch.no_grad():
+        assert torch.allclose(model(x), expected, atol=1e-4)
 
 
 def check_warm_equals_cold(engine: Engine, prompts: list[list[int]], max_new_tokens: int) -> None:
@@ -321,9 +303,8 @@ def test_warm_cold_batched_and_chunked_give_equal_bits(
         shared[: 20 * i + 3] + [generator.randrange(3, 1000) for _ in range(5)] for i in range(7)
     ]
     with Engine(model, kv=kv, backend="torch", max_batch_tokens=64) as engine:
-        assert engine.is_batch_invariant == CAN_PACK
-        if engine.is_batch_invariant:
-            check_warm_equals_cold(engine, prompts, 6)
+        assert engine.is_batch_invariant
+        check_warm_equals_cold(engine, prompts, 6)
 
 
 @pytest.mark.slow
@@ -339,9 +320,8 @@ def test_warm_cold_batched_and_chunked_give_equal_bits_on_the_real_model() -> No
     prompts = [text_ids[: 45 * i + 5] + text_ids[100 * i :][:20] for i in range(8)]
     kv = KVConfig(dtype="int8", capacity="64MiB")
     with Engine(model, kv=kv, backend="torch", max_batch_tokens=128) as engine:
-        assert engine.is_batch_invariant == CAN_PACK
-        if engine.is_batch_invariant:
-            check_warm_equals_cold(engine, prompts, 6)
+        assert engine.is_batch_invariant
+        check_warm_equals_cold(engine, prompts, 6)
 
 
 @pytest.mark.slow
@@ -351,7 +331,6 @@ def test_rows_of_the_real_model_do_not_feel_their_number_or_place() -> None:
     folder = prepare_small_model(progress=False)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     runner = ModelRunner.load(model)
-    assert runner.has_steady_rows == CAN_PACK
-    if CAN_PACK:
-        check_rows(model, 170, (1, 2, 3, 5, 16, 17, 100), runner.vocab_size)
+    assert runner.has_steady_rows
+    check_rows(model, 170, (1, 2, 3, 5, 16, 17, 100), runner.vocab_size)
     runner.release()
