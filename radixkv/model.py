@@ -29,7 +29,7 @@ from radixkv.quant import KVCodec, KVSpec
 from radixkv.reference import ScoreRule, attend_dense
 
 _PROBE_TOKENS = 12  # of the self test; windows up to this length less one are exercised by it
-_PROBE_CUTS = (1, 2, 5, 11, 28, 45)  # where a probe of independence is cut into batches
+_PROBE_CUTS = (1, 2, 5, 11, 28, 45)  # where the probe of `is_batch_invariant` is cut into steps
 _LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 # Keywords that reach attention functions and do not change what a causal layer computes.
 _HARMLESS = {
@@ -274,10 +274,6 @@ class ModelRunner:
     """Runs batches of a model on a cache's pages.
 
     Made by `ModelRunner.load`, which refuses what cannot be served rightly.
-
-    Attributes:
-        has_steady_rows: whether a token's hidden states are bit for bit the same whatever else
-            is in the batch, attention aside; measured when the model was loaded.
     """
 
     def __init__(self, model: Any, spec: KVSpec) -> None:
@@ -286,7 +282,6 @@ class ModelRunner:
         self.device: torch.device = next(model.parameters()).device
         head = model.get_output_embeddings()
         self.vocab_size: int = getattr(head, "out_features", None) or head.weight.shape[0]
-        self.has_steady_rows = False
         self.release: Callable[[], Any] = lambda: None
         self.max_positions = max_positions(model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -346,7 +341,6 @@ class ModelRunner:
                 # Called by `release`, or when the runner is dropped without it.
                 runner.release = weakref.finalize(runner, release)
                 runner._self_test(token_ids, expected)
-                runner.has_steady_rows = runner._rows_are_steady(vocab_size)
             except BaseException:
                 if runner is not None:
                     runner.release()
@@ -383,47 +377,13 @@ class ModelRunner:
                 "something in its attention or positions is not served rightly",
             )
 
-    def _rows_are_steady(self, vocab_size: int) -> bool:
-        """Whether rows have equal bits in batches of several sizes, attention left out."""
-
-        def handler(
-            module: torch.nn.Module,
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            keywords: Mapping[str, Any],
-        ) -> Tensor:
-            # Any function of a token's own q, k and v will do, if it is elementwise.
-            group = query.shape[1] // key.shape[1]
-            pull = query.amax(-1, keepdim=True) - key.amax(-1, keepdim=True).repeat_interleave(
-                group, 1
-            )
-            return (value.repeat_interleave(group, 1) * pull.clamp(-1, 1)).transpose(1, 2)
-
-        num_rows = _PROBE_CUTS[-1]
-        input_ids = (7 + 13 * torch.arange(num_rows, device=self.device)) % vocab_size
-        positions = torch.arange(num_rows, device=self.device) % _PROBE_TOKENS
-
-        def run(start: int, stop: int) -> Tensor:
-            with torch.inference_mode(), attending(handler):
-                logits: Tensor = self.model(
-                    input_ids=input_ids[None, start:stop],
-                    position_ids=positions[None, start:stop],
-                    use_cache=False,
-                ).logits[0]
-            return logits
-
-        expected = run(0, num_rows)
-        bounds = [(0, 1), (num_rows - 1, num_rows), *pairwise(_PROBE_CUTS)]
-        return all(torch.equal(run(a, b), expected[a:b]) for a, b in bounds)
-
     def is_batch_invariant(self, kv: KVConfig, backend: str) -> bool:
         """Whether a token's logits are bit for bit the same in any batch and chunk; measured.
 
         A sequence is run in one chunk, and again in pieces down to one token, beside another.
         """
-        if not self.has_steady_rows:
-            return False
+        if self.device.type != "cpu" or self.spec.dtype != torch.float32:
+            return False  # products of a library, whose order follows the number of rows
         num_tokens = min(_PROBE_CUTS[-1], self.max_positions or _PROBE_CUTS[-1])
         token_ids = [(7 + 13 * i) % self.vocab_size for i in range(num_tokens)]
         pages = 4 * -(-num_tokens // kv.page_size)

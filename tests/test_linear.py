@@ -66,7 +66,6 @@ def test_rows_of_a_whole_model_do_not_feel_their_number_or_place(
 ) -> None:
     model = tiny_model(name, fresh=True)
     runner = ModelRunner.load(model)
-    assert runner.has_steady_rows
     check_rows(model, 702, (1, 2, 3, 5, 16, 17, 100, 700), runner.vocab_size)
     runner.release()
 
@@ -81,7 +80,6 @@ def test_rows_stay_steady_with_other_numbers_of_threads(
         for name, intermediate_size in (("llama", 100), ("gemma2", 128)):
             model = tiny_model(name, fresh=True, intermediate_size=intermediate_size)
             runner = ModelRunner.load(model)
-            assert runner.has_steady_rows
             check_rows(model, 400, (1, 2, 7, 33, 333), runner.vocab_size)
             runner.release()
     finally:
@@ -331,6 +329,5 @@ def test_rows_of_the_real_model_do_not_feel_their_number_or_place() -> None:
     folder = prepare_small_model(progress=False)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     runner = ModelRunner.load(model)
-    assert runner.has_steady_rows
     check_rows(model, 170, (1, 2, 3, 5, 16, 17, 100), runner.vocab_size)
     runner.release()
