@@ -2298,19 +2298,22 @@ def _executor(num_threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(num_threads, thread_name_prefix="radixkv-cpu")
 
 
-_C_KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_c_kernel = cache(ctypes.CFUNCTYPE(None, ctypes.c_void_p))
 
 
 def _run(address: int, args: np.ndarray, num_threads: int) -> None:
     """Run a kernel on ``num_threads`` threads, the caller's among them; without the GIL."""
-    pointer = args.ctypes.data
+    _run_at(address, args.ctypes.data, num_threads)
+
+
+def _run_at(address: int, pointer: int, num_threads: int) -> None:
     fork = _fork()
     if num_threads == 1:
-        _C_KERNEL(address)(pointer)
+        _c_kernel(address)(pointer)
     elif fork is not None:
         fork(address, pointer, num_threads, 0)
     else:
-        function = _C_KERNEL(address)
+        function = _c_kernel(address)
         pool = _executor(num_threads - 1)
         others = [pool.submit(function, pointer) for _ in range(num_threads - 1)]
         function(pointer)

@@ -8,6 +8,8 @@ number of rows, the tile or the thread: a row's bits do not depend on its neighb
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +28,7 @@ _VF = ir.VectorType(_F32, LANES)
 _TILE = (4, 6) if LANES == 16 else (2, 4)  # rows, outputs: their sums fill the registers
 _TASK_BYTES = 2**18  # of weights: they stay in the second-level cache while the rows pass by
 _MAX_TASK = 64  # outputs
+_SMALL = 2**20  # weights times rows (+ 8): below, waking a second thread takes longer
 _ROW_BLOCK_BYTES = 2**17  # of input rows that stay in that cache, too
 
 _FIELDS = ("x", "weight", "bias", "out", "num_rows", "num_outputs", "num_inputs", "task_outputs",
@@ -148,20 +151,39 @@ def make_linear() -> Any:
     return cfunc(_SIGNATURE, cache=True, error_model="numpy")(linear)
 
 
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.arguments = (ctypes.c_int64 * (len(_FIELDS) + 1))()
+        self.address = ctypes.addressof(self.arguments)
+        self.counter = self.address + 8 * len(_FIELDS)
+
+
+_local = _Local()
+
+
 def multiply(
-    x: int, weight: int, bias: int, out: int, sizes: tuple[int, int, int], num_threads: int
+    x: int,
+    weight: int,
+    bias: int,
+    out: int,
+    num_rows: int,
+    num_outputs: int,
+    num_inputs: int,
+    num_threads: int,
 ) -> None:
     """Set ``out`` to x weight^T (+ bias).
 
     Args:
-        x, weight, bias, out: addresses of contiguous float32 [num_rows, inputs],
-            [outputs, inputs], [outputs] (0: none) and [num_rows, outputs].
-        sizes: num_rows, outputs, inputs.
+        x, weight, bias, out: addresses of contiguous float32 [num_rows, num_inputs],
+            [num_outputs, num_inputs], [num_outputs] (0: none) and [num_rows, num_outputs].
         num_threads: of them the caller's is one.
     """
-    step = _TILE[1]
-    fits = min(_MAX_TASK, _TASK_BYTES // (4 * sizes[2]), -(-sizes[1] // num_threads))
-    task_outputs = max(1, fits // step) * step
-    counter = np.zeros(1, np.int64)
-    arguments = [x, weight, bias, out, *sizes, task_outputs, counter.ctypes.data]
-    cpu._run(cpu._kernel(make_linear), np.array(arguments, np.int64), num_threads)
+    if num_outputs * num_inputs * (8 + num_rows) < _SMALL:
+        num_threads = 1
+    fits = min(_MAX_TASK, _TASK_BYTES // (4 * num_inputs), -(-num_outputs // num_threads))
+    task = max(1, fits // _TILE[1]) * _TILE[1]
+    local = _local
+    local.arguments[:] = [
+        x, weight, bias, out, num_rows, num_outputs, num_inputs, task, local.counter, 0
+    ]  # fmt: skip
+    cpu._run_at(cpu._kernel(make_linear), local.address, num_threads)

@@ -59,20 +59,24 @@ def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         weight: [outputs, inputs] float32, as `can_multiply` wants it.
         bias: [outputs] float32.
     Returns:
-        [num_rows, outputs] float32.
+        [num_rows, outputs] float32, without gradients.
 
     Accuracy: relative error of a sum at most inputs / LANES + log2(LANES) roundings, less than
     that of adding in order.
     """
-    rows, weight = rows.detach().contiguous(), weight.detach().contiguous()
-    out = torch.empty(rows.shape[0], weight.shape[0])
-    if out.numel():
+    num_rows, (num_outputs, num_inputs) = rows.shape[0], weight.shape
+    rows, weight = rows.contiguous(), weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    out = torch.empty(num_rows, num_outputs)
+    if num_rows:
         _kernels().multiply(
             rows.data_ptr(),
             weight.data_ptr(),
-            0 if bias is None else bias.detach().contiguous().data_ptr(),
+            0 if bias is None else bias.data_ptr(),
             out.data_ptr(),
-            (rows.shape[0], *weight.shape),
+            num_rows,
+            num_outputs,
+            num_inputs,
             torch.get_num_threads(),
         )
     return out
@@ -118,14 +122,23 @@ class SteadyLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """As the plain layer's."""
-        weight = self.weight.t() if self.is_transposed else self.weight
-        grows = torch.is_grad_enabled() and (
-            x.requires_grad or any(one.requires_grad for one in self.parameters())
-        )
-        if grows or x.dtype != torch.float32 or not can_multiply(self.weight):
-            return F.linear(x, weight, self.bias)
-        out = multiply(x.reshape(-1, weight.shape[1]), weight, self.bias)
-        return out.view(*x.shape[:-1], weight.shape[0])
+        parameters = self._parameters
+        bias = parameters["bias"]
+        weight: Tensor = parameters["weight"]  # type: ignore[assignment]
+        if self.is_transposed:
+            weight = weight.t()
+        if (
+            (torch.is_grad_enabled() and self._grows(x))
+            or x.dtype is not torch.float32
+            or weight.dtype is not torch.float32
+            or not (x.is_cpu and weight.is_cpu)
+        ):
+            return F.linear(x, weight, bias)
+        num_outputs, num_inputs = weight.shape
+        return multiply(x.reshape(-1, num_inputs), weight, bias).view(*x.shape[:-1], num_outputs)
+
+    def _grows(self, x: Tensor) -> bool:
+        return x.requires_grad or any(one.requires_grad for one in self.parameters())
 
     def extra_repr(self) -> str:
         """Shapes, as ``nn.Linear`` shows them."""

@@ -76,6 +76,7 @@ IMPORT_ORDER = [
     "metrics",
     "bench_cache",
     "bench_kernel",
+    "bench_linear",
     "demo",
     "quality",
     "cli",
