@@ -489,6 +489,11 @@ def _add_quality_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of {', '.join(KV_DTYPES)}, or two of them for K and V, such as int8/int4 "
         "(default: int8,fp8,fp8_e5m2,int8/int4,int4)",
     )
+    parser.add_argument(
+        "--rotate",
+        choices=("none", "hadamard"),
+        help="measure the formats only so (default: both ways)",
+    )
 
 
 def _run_quality(arguments: argparse.Namespace) -> None:
@@ -537,6 +542,7 @@ def _run_quality(arguments: argparse.Namespace) -> None:
                 num_tokens=tokens,
                 context=context,
                 formats=names,
+                rotations=("none", "hadamard") if arguments.rotate is None else (arguments.rotate,),
                 first_ids=first_ids,
                 tell=tell,
             )

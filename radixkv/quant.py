@@ -309,6 +309,11 @@ class KVCodec:
         return self._rotates(self.v_format)
 
     @property
+    def centers_k(self) -> bool:
+        """Whether a model's K is stored less its mean (`radixkv.model.ModelRunner.k_center`)."""
+        return self.k_format.name != "model"
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes that one token takes in all layers, scales included."""
         rows = self.spec.num_layers * self.spec.num_kv_heads
