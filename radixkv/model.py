@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ _PROBE_TOKENS = 12  # of the self test; windows up to this length less one are e
 _PROBE_CUTS = (1, 2, 5, 11, 28, 45)  # where a probe of independence is cut into batches
 _K_TOKENS = 128  # of the run that measures K
 _K_POSITIONS = 2048  # over which it spreads them: what RoPE turns has no mean worth taking off
+_OUTLIER_GAIN = 2.0  # how much larger K's error may be for want of a rotation, unsaid
 _LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 # Keywords that reach attention functions and do not change what a causal layer computes.
 _HARMLESS = {
@@ -487,23 +489,33 @@ class ModelRunner:
         center = k.where(finite, k.new_zeros(())).sum(dim=2) / count
         return center * torch.tensor(may_move, device=self.device)[:, None, None]
 
-    def rotation_gain(self, kv: KVConfig) -> float:
-        """How many times larger K's quantization error is without rotation than with it.
+    def warn_of_outliers(self, kv: KVConfig) -> None:
+        """Warn where ``kv`` stores K unrotated and its error would be far smaller rotated.
 
-        Root mean square over a layer's sample of K as it would be stored; of the layer where it
-        is most. 1 for unquantized pages.
+        The error is measured: root mean square over a layer's sample of K, as it would be
+        stored; of the layer where rotation gains most.
         """
         codec = KVCodec(self.spec, kv)
-        if not codec.centers_k:
-            return 1.0
-        form = codec.k_format
-        k = (self._k_sample[0] - self.k_center[:, :, None]).nan_to_num(0.0, 0.0, 0.0)
+        if codec.rotate_k or codec.k_format.name == "model":
+            return
+        form, (k, _) = codec.k_format, self._k_sample
+        k = (k - self.k_center[:, :, None]).nan_to_num(0.0, 0.0, 0.0)
 
         def error(rows: Tensor) -> Tensor:
             off = form.dequantize(*form.quantize(rows)) - rows
             return off.square().mean(dim=(1, 2, 3)).sqrt()
 
-        return float((error(k) / error(rotate_rows(k)).clamp_min(1e-30)).max())
+        rotated = error(rotate_rows(k)).clamp_min(torch.finfo(torch.float32).tiny)
+        gain, layer_idx = (error(k) / rotated).max(dim=0)
+        if gain > _OUTLIER_GAIN:
+            ratio = k.abs().amax(dim=-1) / k.square().mean(dim=-1).sqrt().clamp_min(1e-30)
+            warnings.warn(
+                f'KVConfig.rotate: K of layer {int(layer_idx)} has outliers ("{form.name}" rows '
+                f"reach {ratio[layer_idx].mean():.1f} times their root mean square): without "
+                f"rotation its error is {gain:.1f} times as large as with it; use "
+                f'rotate="auto", and see radixkv quality',
+                stacklevel=3,
+            )
 
     def forward(self, batch: Batch, cache: PrefixCache) -> Tensor:
         """Run ``batch``: write its tokens' KV into ``cache`` and return the wanted logits.

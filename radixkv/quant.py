@@ -111,14 +111,46 @@ class KVFormat:
         """Turn codes and scales back into real rows, shape [..., head_dim], float32."""
         raise NotImplementedError
 
+    def error_bound(self, rows: Tensor) -> Tensor:
+        """How far the stored value of each element may lie from the real one at most.
+
+        Args:
+            rows: shape [..., head_dim], float32, finite, as they are quantized (rotated).
+        Returns:
+            shape [..., head_dim], float32: a bound on ``|dequantize(quantize(rows)) - rows|``
+            that follows from the format; the class says how.
+        """
+        raise NotImplementedError
+
+    def norm_bound(self, rows: Tensor) -> Tensor:
+        """As `error_bound`, but of a whole row's error: its Euclidean norm, shape [...].
+
+        Rotation keeps it, and it bounds scores: ``|q @ error| <= |q| * norm_bound``.
+        """
+        norm: Tensor = self.error_bound(rows).norm(dim=-1)
+        return norm
+
+
+_ROUNDED = 1 + 2.0**-7  # a bfloat16 scale may be 2^-9 off, a float32 quotient far less
+
 
 def _row_scale(rows: Tensor, largest_code: float) -> Tensor:
     amax = rows.abs().amax(dim=-1, keepdim=True)
     return (amax / largest_code).clamp_min(_MIN_SCALE).to(SCALE_DTYPE)
 
 
+def _float_error(rows: Tensor, dtype: torch.dtype, scale: Tensor | float) -> Tensor:
+    """Bound on rounding ``rows / scale`` to a float format: half a unit in the last place."""
+    info = torch.finfo(dtype)
+    least = info.tiny * info.eps / 2 * scale  # of what is below the smallest normal number
+    return torch.maximum(rows.abs() * (info.eps / 2), torch.as_tensor(least))
+
+
 class Int8Format(KVFormat):
-    """Symmetric int8; error at most half a scale (plus float rounding)."""
+    """Symmetric int8.
+
+    Accuracy: half a step, amax / 254 of the row, plus the rounding of the scale.
+    """
 
     name = "int8"
     code_dtype = torch.int8
@@ -132,9 +164,17 @@ class Int8Format(KVFormat):
     def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
         return codes.float() * scales.float()
 
+    def error_bound(self, rows: Tensor) -> Tensor:
+        half_step: Tensor = _row_scale(rows, 127.0).float() / 2
+        return (half_step * _ROUNDED).expand_as(rows)
+
 
 class Fp8Format(KVFormat):
-    """8-bit floats with a scale a row; relative error at most 1/16 (e4m3) or 1/8 (e5m2)."""
+    """8-bit floats with a scale a row.
+
+    Accuracy: 1/16 (e4m3) or 1/8 (e5m2) of the element; for small ones half the smallest code,
+    amax of the row / 4.6e5 or / 7.5e9.
+    """
 
     def __init__(self, head_dim: int, name: str = "fp8") -> None:
         super().__init__(head_dim)
@@ -150,6 +190,10 @@ class Fp8Format(KVFormat):
 
     def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
         return codes.float() * scales.float()
+
+    def error_bound(self, rows: Tensor) -> Tensor:
+        scale = _row_scale(rows, self.largest).float()
+        return _float_error(rows, self.code_dtype, scale) * _ROUNDED
 
 
 INT4_SEARCH = (1.0, 0.93, 0.86, 0.8)
@@ -172,6 +216,10 @@ class Int4Format(KVFormat):
     on the side of the group's largest element. A scale below the largest that fits clips few
     elements and serves the others better; of `INT4_SEARCH` the one is taken that leaves the
     least squared error.
+
+    Accuracy: at the full scale no element is off by more than half a step, amax / 15 of its
+    group, and the whole group by sqrt(group_size) times that. A scale that wins is better for
+    the whole group, though one element, clipped at 7 steps, may be off by more.
     """
 
     name = "int4"
@@ -209,6 +257,23 @@ class Int4Format(KVFormat):
         rows: Tensor = real.unflatten(-1, (-1, self.group_size)) * scales.float()[..., None]
         return rows.flatten(-2)
 
+    def _half_steps(self, rows: Tensor) -> Tensor:
+        """Half a step at the full scale, of each group: [..., num_scales, 1]."""
+        groups = rows.unflatten(-1, (-1, self.group_size))
+        amax: Tensor = groups.abs().amax(dim=-1, keepdim=True)
+        # At 7 steps (of 7.5 in amax) the rounding of the scale counts 14 times.
+        return (amax / 15).clamp_min(_MIN_SCALE) * (1 + 14 * 2.0**-8)
+
+    def error_bound(self, rows: Tensor) -> Tensor:
+        clipped = 15 - 14 * min(INT4_SEARCH)  # half steps between amax and its code
+        most = max(1.0, min(clipped, self.group_size**0.5))
+        bound: Tensor = self._half_steps(rows) * most
+        return bound.expand(*bound.shape[:-1], self.group_size).flatten(-2)
+
+    def norm_bound(self, rows: Tensor) -> Tensor:
+        groups: Tensor = self._half_steps(rows) * self.group_size**0.5
+        return groups.flatten(-2).norm(dim=-1)
+
 
 def _sum_halves(groups: Tensor) -> Tensor:
     """Sum over the last dimension (at most 32), keeping it, in the one order that kernels have."""
@@ -220,7 +285,10 @@ def _sum_halves(groups: Tensor) -> Tensor:
 
 
 class ModelFormat(KVFormat):
-    """The model's own dtype, not quantized: the baseline."""
+    """The model's own dtype, not quantized: the baseline.
+
+    Accuracy: exact for rows of that dtype; rotated, or wider, half a unit in the last place.
+    """
 
     name = "model"
     num_scales = 0
@@ -234,6 +302,9 @@ class ModelFormat(KVFormat):
 
     def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
         return codes.float()
+
+    def error_bound(self, rows: Tensor) -> Tensor:
+        return _float_error(rows, self.code_dtype, 1.0)
 
 
 def make_format(name: str, head_dim: int, model_dtype: torch.dtype) -> KVFormat:
