@@ -272,7 +272,8 @@ class Int4Format(KVFormat):
 
     def norm_bound(self, rows: Tensor) -> Tensor:
         groups: Tensor = self._half_steps(rows) * self.group_size**0.5
-        return groups.flatten(-2).norm(dim=-1)
+        norm: Tensor = groups.flatten(-2).norm(dim=-1)
+        return norm
 
 
 def _sum_halves(groups: Tensor) -> Tensor:

@@ -78,6 +78,7 @@ IMPORT_ORDER = [
     "bench_kernel",
     "demo",
     "quality",
+    "memory",
     "cli",
 ]
 

@@ -321,3 +321,66 @@ def test_the_mean_is_the_same_at_every_load_and_survives_broken_rows(tiny_model)
     runner = ModelRunner.load(model)
     assert runner.k_center.isfinite().all()
     assert runner.k_center.count_nonzero() > 0
+
+
+# forks and cuts of quantized sequences
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8", "int4"])
+def test_reordered_and_cut_beams_read_their_own_history(name):
+    """QNT-5: beams that swap parents twice, over whole pages and a tail, then are cut back.
+
+    Oracle: each beam's history written alone, by the same quantizer; equal in every bit.
+    """
+    spec = KVSpec(num_layers=2, num_kv_heads=2, head_dim=16)
+    config = KVConfig(dtype=name, page_size=4, capacity="1MiB")
+    cache, alone = (PrefixCache(spec, config, backend="torch") for _ in range(2))
+    before = replace(config)
+
+    def rows_of(ids):
+        """K and V of a token follow from the tokens up to it."""
+        seeds = [hash(tuple(ids[: i + 1])) % 2**31 for i in range(len(ids))]
+        return torch.stack(
+            [torch.randn(2, 2, 16, generator=torch.Generator().manual_seed(s)) for s in seeds]
+        )
+
+    def write(lease, ids, start):
+        rows = rows_of(ids)[start:]
+        for layer in range(2):
+            lease.write(layer, rows[:, 0] + layer, rows[:, 1] - layer)
+
+    def attend(lease, ids):
+        q = torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(len(ids)))
+        return torch.cat([lease.attend(layer, q) for layer in range(2)])
+
+    prompt = list(range(10, 10 + 3 * 4 + 2))
+    root = cache.acquire(prompt)
+    write(root, prompt, 0)
+    beams = [(root, prompt), *((root.fork(), prompt) for _ in range(2))]
+    for step, parents in enumerate(([0, 1, 2], [2, 0, 0], [0, 1, 2], [2, 0, 0])):
+        old = beams
+        beams = [(old[parent][0].fork(), old[parent][1]) for parent in parents]
+        for lease, _ in old:
+            lease.release()
+        for number, (lease, ids) in enumerate(beams):
+            grown = [*ids, 100 * step + number]
+            lease.extend(grown[-1:])
+            write(lease, grown, len(ids))
+            beams[number] = (lease, grown)
+        cache.check()
+    assert len({tuple(ids) for _, ids in beams}) == 3
+    for cut in (None, 15, 9):  # inside the tail, inside whole pages
+        for number, (lease, ids) in enumerate(beams):
+            if cut is not None:
+                ids = [*ids[:cut], 900 + number]
+                lease.truncate(cut)
+                lease.extend(ids[-1:])
+                write(lease, ids, cut)
+            with alone.acquire(ids) as other:
+                write(other, ids, other.num_cached)
+                assert torch.equal(attend(lease, ids), attend(other, ids))
+    for lease, _ in beams:
+        lease.release()
+    cache.check()
+    assert cache.stats().pages_free + cache.stats().pages_cached == cache.stats().pages_total
+    assert cache.config == before
