@@ -50,6 +50,8 @@ CODE_BITS = (8, 8, 8, 4, 32, 16, 16)
 FORMAT_NAMES = ("int8", "fp8", "fp8_e5m2", "int4", "float32", "float16", "bfloat16")
 LARGEST_CODE = {INT8: 127.0, FP8: 448.0, FP8_E5M2: 57344.0}
 MIN_SCALE = 2.0**-100  # as radixkv.quant
+INT4_GROUP = 32  # elements that share an int4 scale, at most; as radixkv.quant
+INT4_SEARCH = (1.0, 0.93, 0.86, 0.8)  # as radixkv.quant
 MAX_HEAD_DIM = 1024
 MAX_DECODE_GROUP = 8  # more query heads a KV head than this pay as matrix products
 SPLIT = 512  # tokens a decode task reads
@@ -226,14 +228,14 @@ def _pieces(num: int) -> list[tuple[int, int]]:
 
 
 def int4_group_size(head_dim: int) -> int:
-    """Elements of a row that share a scale and a zero (as radixkv.quant.Int4Format)."""
-    return next(g for g in range(min(64, head_dim), 0, -1) if head_dim % g == 0)
+    """Elements of a row that share a scale (as radixkv.quant)."""
+    return next(size for size in range(INT4_GROUP, 1, -2) if head_dim % size == 0)
 
 
 def num_scales(fmt: int, head_dim: int) -> int:
     """bfloat16 factors that a row of this format has."""
     if fmt == INT4:
-        return 2 * (head_dim // int4_group_size(head_dim))
+        return head_dim // int4_group_size(head_dim)
     return 0 if fmt >= FLOAT32 else 1
 
 
@@ -273,7 +275,7 @@ def _read(
     """Load the codes of one vector (int4: two) of a row as floats, padded lanes zero.
 
     int8, fp8 and fp8_e5m2 are not yet multiplied by the row's scale (fp8 by `_factor` neither);
-    int4 is (``scales``: pointer to the row's float32 scales and zeros).
+    int4 is (``scales``: pointer to the row's float32 scales).
     """
     if fmt == INT4:
         first, count = _pieces(head_dim // 2)[index]
@@ -282,9 +284,8 @@ def _read(
         size, out = int4_group_size(head_dim), []
         for part, bits in ((0, b.and_(wide, _const(15, _VI))), (1, b.lshr(wide, _const(4, _VI)))):
             start = first + part * (head_dim // 2)
-            scale = _by_group(b, start, count, size, lambda g: _load(b, scales, 8 * g, _F32))
-            zero = _by_group(b, start, count, size, lambda g: _load(b, scales, 8 * g + 4, _F32))
-            real = _fma(b, b.uitofp(bits, _VF), scale, zero)
+            scale = _by_group(b, start, count, size, lambda g: _load(b, scales, 4 * g, _F32))
+            real = b.fmul(b.sitofp(b.sub(bits, _const(8, _VI)), _VF), scale)
             if count < LANES:
                 lanes = ir.Constant(
                     ir.VectorType(_I1, LANES), [int(i < count) for i in range(LANES)]
@@ -322,9 +323,8 @@ def _num_reads(fmt: int, head_dim: int) -> int:
     return len(_pieces(head_dim // 2 if fmt == INT4 else head_dim))
 
 
-def _sum_transposed(b: Any, vectors: list[Any]) -> Any:
-    """One vector whose lane n is the sum over the lanes of ``vectors[n]`` (at most LANES)."""
-    add = b.fadd if vectors[0].type == _VF else b.add
+def _fold_each(b: Any, vectors: list[Any], combine: Callable[[Any, Any, Any], Any]) -> Any:
+    """One vector whose lane n combines the lanes of ``vectors[n]`` (at most LANES), by halves."""
     count = 1 << (len(vectors) - 1).bit_length()
     vectors = vectors + [vectors[-1]] * (count - len(vectors))
     width = LANES
@@ -335,14 +335,14 @@ def _sum_transposed(b: Any, vectors: list[Any]) -> Any:
         for n in range(half):
             x, y = vectors[n], vectors[n + half]
             high = [lane + width for lane in low]
-            pairs.append(add(_shuffle(b, x, y, low), _shuffle(b, x, y, high)))
+            pairs.append(combine(b, _shuffle(b, x, y, low), _shuffle(b, x, y, high)))
         vectors = pairs
     total = vectors[0]
     stride = width
     while width > 1:
         width //= 2
         turned = [lane ^ width for lane in range(LANES)]
-        total = add(total, _shuffle(b, total, total, turned))
+        total = combine(b, total, _shuffle(b, total, total, turned))
     return _shuffle(b, total, total, [min(n * stride, LANES - 1) for n in range(LANES)])
 
 
@@ -357,6 +357,10 @@ def _fold(b: Any, vector: Any, combine: Callable[[Any, Any, Any], Any]) -> Any:
 
 def _add(b: Any, x: Any, y: Any) -> Any:
     return b.fadd(x, y)
+
+
+def _add_integers(b: Any, x: Any, y: Any) -> Any:
+    return b.add(x, y)
 
 
 def _exp(b: Any, x: Any) -> Any:
@@ -529,18 +533,15 @@ def _to_natural_order(typingctx: Any, fmt: Any, head_dim: Any, source: Any, targ
     return types.void(fmt, head_dim, types.int64, types.int64), codegen
 
 
-def _query_chunks(group: int, groups: int = 1) -> list[tuple[int, int]]:
-    """(first, count) of the query heads that share one pass over K or V.
-
-    Each needs ``groups`` sums (one a scale group) for two keys at least.
-    """
-    most = max(1, _ACCUMULATORS // 2 // groups)
+def _query_chunks(group: int) -> list[tuple[int, int]]:
+    """(first, count) of the query heads that share one pass over K or V."""
+    most = _ACCUMULATORS // 2  # each needs sums for two keys at least
     return [(i, min(most, group - i)) for i in range(0, group, most)]
 
 
-def _keys_per_block(group: int, groups: int = 1) -> int:
-    """Keys scored at once for ``group`` query heads and ``groups`` scale groups."""
-    most = groups * max(count for _, count in _query_chunks(group, groups))
+def _keys_per_block(group: int) -> int:
+    """Keys scored at once for ``group`` query heads."""
+    most = max(count for _, count in _query_chunks(group))
     return max(2, min(8, LANES // 2, _ACCUMULATORS // (1 << (most - 1).bit_length())))
 
 
@@ -602,7 +603,7 @@ def _score_keys(
             per_batch = max(1, LANES // keys)
             for first in range(0, count, per_batch):
                 batch = sums[first * keys : (first + per_batch) * keys]
-                totals = _sum_transposed(b, batch)
+                totals = _fold_each(b, batch, _add)
                 for g in range(len(batch) // keys):
                     lanes = range(g * keys, (g + 1) * keys)
                     block = _shuffle(b, totals, totals, lanes)
@@ -736,14 +737,26 @@ def in_pairs(fmt: int, head_dim: int) -> bool:
     if fmt == INT8:
         return True
     size = int4_group_size(head_dim)
-    whole = all(
+    return all(
         (first + count - 1) // size == group for first, count, group in _word_spans(fmt, head_dim)
     )
-    return whole and head_dim // size <= 4
+
+
+def _halves(fmt: int) -> int:
+    """Vectors of `_word_spans` that one load of stored bytes yields."""
+    return 2 if fmt == INT4 else 1
+
+
+def unpacked_bytes(head_dim: int) -> int:
+    """Bytes of an int4 row as `_unpack_rows` lays it out: int8 in the order of `_word_spans`."""
+    return 2 * LANES * len(_word_spans(INT4, head_dim))
 
 
 def _words(b: Any, fmt: int, codes: Any) -> list[Any]:
-    """2 * LANES stored bytes as int16 vectors: one, or for int4 its low and its high halves."""
+    """2 * LANES stored bytes as int16 vectors: one, or for int4 its low and its high halves.
+
+    int4 codes are as stored, 0 to 15, not yet less 8.
+    """
     kind = ir.VectorType(_I16, 2 * LANES)
     if fmt == INT8:
         return [b.sext(codes, kind)]
@@ -770,16 +783,15 @@ def _load_bytes(b: Any, pointer: Any, offset: Any, count: int) -> Any:
 
 
 @intrinsic(prefer_literal=True)
-def _quantize_query(typingctx: Any, fmt: Any, head_dim: Any, source: Any, target: Any, sums: Any):
+def _quantize_query(typingctx: Any, fmt: Any, head_dim: Any, source: Any, target: Any):
     """Turn a float32 row into int16 in the order of `_word_spans`; its scale.
 
-    The largest element becomes 32767. ``sums`` gets the sum of the integers of each scale group,
-    times the scale. A row with NaN or Inf has the scale NaN.
+    The largest element becomes 32767. A row with NaN or Inf has the scale NaN.
     """
     f, dim = _literal(fmt), _literal(head_dim)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        source, target, sums = (_pointer(b, a) for a in args[2:])
+        source, target = (_pointer(b, a) for a in args[2:])
         amax, nothing = _const(0.0), _const(0.0)
         for first, count in _pieces(dim):
             x = _load_floats(b, source, 4 * first, count)
@@ -790,23 +802,40 @@ def _quantize_query(typingctx: Any, fmt: Any, head_dim: Any, source: Any, target
         tiny = b.fcmp_ordered("<", largest, ir.Constant(_F32, MIN_SCALE))
         factor = _splat(b, b.select(tiny, ir.Constant(_F32, 0.0), b.fdiv(most, largest)))
         scale = b.fdiv(largest, most)
-        totals = [_const(0.0)] * num_groups(f, dim)
-        for i, (start, size, group) in enumerate(_word_spans(f, dim)):
+        for i, (start, size, _) in enumerate(_word_spans(f, dim)):
             for part in range(2):
                 count = min(LANES, size - part * LANES)
                 codes = ir.Constant(ir.VectorType(_I16, LANES), [0] * LANES)
                 if count > 0:
                     x = _load_floats(b, source, 4 * (start + part * LANES), count)
                     rounded = _call(b, "rint", _VF, b.fmul(x, factor))
-                    totals[group] = b.fadd(totals[group], rounded)
                     codes = b.trunc(b.fptosi(rounded, _VI), codes.type)
                 _store(b, codes, target, 2 * LANES * (2 * i + part))
-        for group, total in enumerate(totals):
-            _store(b, b.fmul(_fold(b, total, _add), scale), sums, 4 * group)
         return scale
 
-    i64 = types.int64
-    return types.float32(fmt, head_dim, i64, i64, i64), codegen
+    return types.float32(fmt, head_dim, types.int64, types.int64), codegen
+
+
+@intrinsic(prefer_literal=True)
+def _unpack_rows(typingctx: Any, head_dim: Any, rows: Any, target: Any, num_rows: Any):
+    """Turn int4 rows that lie one after another into int8 ones; see `unpacked_bytes`."""
+    dim = _literal(head_dim)
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        kind = ir.VectorType(_I8, 2 * LANES)
+        with cgutils.for_range(b, args[3]) as loop:
+            old = b.mul(loop.index, ir.Constant(_I64, _row_bytes(INT4, dim)))
+            new = b.mul(loop.index, ir.Constant(_I64, unpacked_bytes(dim)))
+            row, place = _pointer(b, b.add(args[1], old)), _pointer(b, b.add(args[2], new))
+            for n, (first, size) in enumerate(_pair_pieces(dim // 2)):
+                codes = _load_bytes(b, row, first, size)
+                low, high = b.and_(codes, _const(15, kind)), b.lshr(codes, _const(4, kind))
+                for half, part in enumerate((low, high)):
+                    real = b.sub(part, _const(8, kind))
+                    _store(b, real, place, 2 * LANES * (2 * n + half))
+        return context.get_dummy_value()
+
+    return types.void(head_dim, *[types.int64] * 3), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -815,118 +844,104 @@ def _score_pairs(
     fmt: Any,
     head_dim: Any,
     group: Any,
+    unpacked: Any,
     q: Any,
     rows: Any,
+    scales: Any,
+    line: Any,
     last: Any,
     ahead: Any,
     out: Any,
-    out_bytes: Any,
 ):
     """`_score_keys` in integers: exact dot products of codes with int16 queries, as floats.
 
-    ``out`` has a row for each query and scale group.
+    int4 adds up the sums of its scale groups times their scales: float32, a row of ``line``
+    bytes for each group. ``unpacked``: its rows are `_unpack_rows`'s.
     """
     f, dim, num_queries = _literal(fmt), _literal(head_dim), _literal(group)
+    is_unpacked = bool(_literal(unpacked))
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        q, base, last, ahead, out, out_bytes = args[3:]
+        q, base, scales, line, last, ahead, out = args[4:]
         q, out, ahead = _pointer(b, q), _pointer(b, out), _pointer(b, ahead)
-        groups, spans, row_bytes = num_groups(f, dim), _word_spans(f, dim), _row_bytes(f, dim)
-        keys, halves = _keys_per_block(num_queries, groups), 2 if f == INT4 else 1
-        for line in range(-(-keys * row_bytes // 64)):
-            _prefetch(b, ahead, 64 * line)
-        pointers = []
+        spans, halves = _word_spans(f, dim), _halves(f)
+        row_bytes = unpacked_bytes(dim) if is_unpacked else _row_bytes(f, dim)
+        keys, vector = _keys_per_block(num_queries), ir.VectorType(_I8, 2 * LANES)
+        for n in range(-(-keys * row_bytes // 64)):
+            _prefetch(b, ahead, 64 * n)
+        pointers, factors = [], []
         for i in range(keys):
             index = ir.Constant(_I64, i)
             index = b.select(b.icmp_signed("<", index, last), index, last) if i else index
             pointers.append(_pointer(b, b.add(base, b.mul(index, ir.Constant(_I64, row_bytes)))))
+            factors.append(_pointer(b, b.add(scales, b.mul(index, ir.Constant(_I64, 4)))))
         words = ir.VectorType(_I16, 2 * LANES)
-        for start, count in _query_chunks(num_queries, groups):
-            sums: list[Any] = [None] * (count * groups * keys)
-            for n, (first, size) in enumerate(_pair_pieces(row_bytes)):
-                stored = [_words(b, f, _load_bytes(b, p, first, size)) for p in pointers]
+
+        def read(pointer: Any, n: int) -> list[Any]:
+            if is_unpacked:
+                places = [2 * LANES * (halves * n + half) for half in range(halves)]
+                return [b.sext(_load(b, pointer, place, vector), words) for place in places]
+            first, size = _pair_pieces(_row_bytes(f, dim))[n]
+            stored = _words(b, f, _load_bytes(b, pointer, first, size))
+            return [b.sub(word, _const(8, words)) for word in stored] if f == INT4 else stored
+
+        for start, count in _query_chunks(num_queries):
+            sums: list[Any] = [None] * (count * keys)
+            whole: dict[int, list[Any]] = {}  # the integer sums of scale groups
+            for n in range(len(spans) // halves):
+                stored = [read(p, n) for p in pointers]
                 for half in range(halves):
                     span = halves * n + half
+                    group = spans[span][2]
+                    parts = whole.setdefault(group, [None] * (count * keys))
                     for g in range(count):
                         place = 4 * LANES * ((start + g) * len(spans) + span)
                         query = _load(b, q, place, words)
                         for i in range(keys):
-                            at = (g * groups + spans[span][2]) * keys + i
-                            sums[at] = _multiply_pairs(b, sums[at], stored[i][half], query)
+                            at = g * keys + i
+                            parts[at] = _multiply_pairs(b, parts[at], stored[i][half], query)
+                    if f == INT4 and all(other[2] != group for other in spans[span + 1 :]):
+                        at_group = b.mul(line, ir.Constant(_I64, group))
+                        scale = [_splat(b, _load(b, p, at_group, _F32)) for p in factors]
+                        for at, part in enumerate(whole.pop(group)):
+                            real = b.sitofp(part, _VF)
+                            sums[at] = (
+                                b.fmul(real, scale[at % keys])
+                                if sums[at] is None
+                                else _fma(b, real, scale[at % keys], sums[at])
+                            )
+            if f != INT4:
+                sums = whole[0]
+            combine = _add if f == INT4 else _add_integers
             per_batch = max(1, LANES // keys)
-            for first in range(0, count * groups, per_batch):
+            for first in range(0, count, per_batch):
                 batch = sums[first * keys : (first + per_batch) * keys]
-                totals = b.sitofp(_sum_transposed(b, batch), _VF)
-                for row in range(len(batch) // keys):
-                    block = _shuffle(b, totals, totals, range(row * keys, (row + 1) * keys))
-                    number = ir.Constant(_I64, start * groups + first + row)
-                    _store(b, block, out, b.mul(number, out_bytes))
+                totals = _fold_each(b, batch, combine)
+                totals = totals if f == INT4 else b.sitofp(totals, _VF)
+                for g in range(len(batch) // keys):
+                    block = _shuffle(b, totals, totals, range(g * keys, (g + 1) * keys))
+                    number = ir.Constant(_I64, start + first + g)
+                    _store(b, block, out, b.mul(number, line))
         return context.get_dummy_value()
 
-    return types.void(fmt, head_dim, group, *[types.int64] * 6), codegen
-
-
-@intrinsic
-def _affine(
-    typingctx: Any,
-    target: Any,
-    source: Any,
-    scales: Any,
-    zeros: Any,
-    scale: Any,
-    zero: Any,
-    num_vectors: Any,
-):
-    """target[:] += source[:] * scales[:] * scale + zeros[:] * zero; = if they are the same."""
-
-    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        same = b.icmp_signed("==", args[0], args[1])
-        target, source, scales, zeros = (_pointer(b, a) for a in args[:4])
-        scale, zero = _splat(b, args[4]), _splat(b, args[5])
-        with _each(b, args[6]) as loop:
-            at = b.mul(loop.index, ir.Constant(_I64, 4 * LANES))
-            rest = b.fmul(_load(b, zeros, at, _VF), zero)
-            old = b.select(same, _const(0.0), _load(b, target, at, _VF))
-            factor = b.fmul(_load(b, scales, at, _VF), scale)
-            value = _fma(b, _load(b, source, at, _VF), factor, b.fadd(rest, old))
-            _store(b, value, target, at)
-        return context.get_dummy_value()
-
-    i64, f32 = types.int64, types.float32
-    return types.void(i64, i64, i64, i64, f32, f32, i64), codegen
+    return types.void(fmt, head_dim, group, unpacked, *[types.int64] * 7), codegen
 
 
 @intrinsic
 def _products(typingctx: Any, target: Any, x: Any, y: Any, num_vectors: Any):
-    """target[:] = x[:] * y[:]; the largest of them."""
+    """target[:] = x[:] * y[:]; the largest size of them."""
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         target, x, y = (_pointer(b, a) for a in args[:3])
-        best = cgutils.alloca_once_value(b, _const(-_INF))
+        best = cgutils.alloca_once_value(b, _const(0.0))
         with _each(b, args[3]) as loop:
             at = b.mul(loop.index, ir.Constant(_I64, 4 * LANES))
             product = b.fmul(_load(b, x, at, _VF), _load(b, y, at, _VF))
             _store(b, product, target, at)
-            b.store(_max(b, product, b.load(best)), best)
+            b.store(_max(b, _call(b, "fabs", _VF, product), b.load(best)), best)
         return _fold(b, b.load(best), _max)
 
     return types.float32(*[types.int64] * 4), codegen
-
-
-@intrinsic
-def _dot(typingctx: Any, x: Any, y: Any, num_vectors: Any):
-    """The sum of x[:] * y[:]."""
-
-    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        x, y = _pointer(b, args[0]), _pointer(b, args[1])
-        total = cgutils.alloca_once_value(b, _const(0.0))
-        with _each(b, args[2]) as loop:
-            at = b.mul(loop.index, ir.Constant(_I64, 4 * LANES))
-            more = _fma(b, _load(b, x, at, _VF), _load(b, y, at, _VF), b.load(total))
-            b.store(more, total)
-        return _fold(b, b.load(total), _add)
-
-    return types.float32(*[types.int64] * 3), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -973,18 +988,20 @@ def _ask_for(typingctx: Any, address: Any):
 
 @intrinsic
 def _quantize_weights(typingctx: Any, source: Any, target: Any, factor: Any, num_vectors: Any):
-    """target[:] (int16) = round(source[:] * factor)."""
+    """target[:] (int16) = round(source[:] * factor); their sum."""
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         source, target, factor = _pointer(b, args[0]), _pointer(b, args[1]), _splat(b, args[2])
+        total = cgutils.alloca_once_value(b, _const(0, _VI))
         with _each(b, args[3]) as loop:
             x = _load(b, source, b.mul(loop.index, ir.Constant(_I64, 4 * LANES)), _VF)
             codes = b.fptosi(_call(b, "rint", _VF, b.fmul(x, factor)), _VI)
+            b.store(b.add(b.load(total), codes), total)
             codes = b.trunc(codes, ir.VectorType(_I16, LANES))
             _store(b, codes, target, b.mul(loop.index, ir.Constant(_I64, 2 * LANES)))
-        return context.get_dummy_value()
+        return _fold(b, b.load(total), _add_integers)
 
-    return types.void(types.int64, types.int64, types.float32, types.int64), codegen
+    return types.int32(types.int64, types.int64, types.float32, types.int64), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -993,6 +1010,7 @@ def _add_pairs(
     fmt: Any,
     head_dim: Any,
     group: Any,
+    unpacked: Any,
     acc: Any,
     weights: Any,
     weights_bytes: Any,
@@ -1004,23 +1022,36 @@ def _add_pairs(
     """`_add_values` with int16 weights in integers, two tokens at a time.
 
     weights has a row for each query and scale group. acc: int32 [group, spans, 2, LANES], the
-    columns of a span in the order of `_interleave`.
+    columns of a span in the order of `_interleave`. int4 codes count as stored, 0 to 15, or
+    as `_unpack_rows` leaves them, -8 to 7, if ``unpacked``.
     """
     f, dim, num_queries = _literal(fmt), _literal(head_dim), _literal(group)
+    is_unpacked = bool(_literal(unpacked))
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        acc, weights, weights_bytes, rows, lens, num_runs, ahead = args[3:]
+        acc, weights, weights_bytes, rows, lens, num_runs, ahead = args[4:]
         acc, rows, lens = _pointer(b, acc), _pointer(b, rows), _pointer(b, lens)
-        groups, spans, row_bytes = num_groups(f, dim), _word_spans(f, dim), _row_bytes(f, dim)
-        pieces, halves = _pair_pieces(row_bytes), 2 if f == INT4 else 1
+        groups, spans, halves = num_groups(f, dim), _word_spans(f, dim), _halves(f)
+        row_bytes = unpacked_bytes(dim) if is_unpacked else _row_bytes(f, dim)
+        pieces = _pair_pieces(row_bytes)
         acc_bytes = 8 * LANES * len(spans)
         words = ir.VectorType(_I16, 2 * LANES)
         one, two, width = (ir.Constant(_I64, n) for n in (1, 2, row_bytes))
 
+        def read(row: Any, other: Any, n: int, part: int) -> list[Any]:
+            if is_unpacked:
+                both = [
+                    [_load_bytes(b, r, *pieces[halves * n + half]) for r in (row, other)]
+                    for half in (0, 1)
+                ]
+                return [b.sext(_interleave(b, x, y, part), words) for x, y in both]
+            x, y = (_load_bytes(b, r, *pieces[n]) for r in (row, other))
+            return _words(b, f, _interleave(b, x, y, part))
+
         def add_tokens(
-            number: Any, row: Any, other: Any, kind: Any, queries: range, mine: range, places: Any
+            number: Any, row: Any, other: Any, kind: Any, queries: range, mine: Any, places: Any
         ) -> None:
-            used = sorted({spans[halves * n + half][2] for n in mine for half in range(halves)})
+            used = sorted({spans[halves * n + half][2] for n, _ in mine for half in range(halves)})
             weight = {}
             for g in queries:
                 for scale_group in used:
@@ -1029,29 +1060,27 @@ def _add_pairs(
                     w = _load(b, _pointer(b, b.add(weights, place)), 0, kind)
                     w = w if kind == _I32 else b.zext(w, _I32)
                     weight[g, scale_group] = b.bitcast(_splat(b, w), words)
-            for n in mine:
-                first, size = pieces[n]
-                x, y = _load_bytes(b, row, first, size), _load_bytes(b, other, first, size)
-                for part in range(2):
-                    for half, both in enumerate(_words(b, f, _interleave(b, x, y, part))):
-                        span = halves * n + half
-                        for g in queries:
-                            place, w = places[g, span, part], weight[g, spans[span][2]]
-                            b.store(_multiply_pairs(b, b.load(place), both, w), place)
+            for n, part in mine:
+                for half, both in enumerate(read(row, other, n, part)):
+                    span = halves * n + half
+                    for g in queries:
+                        place, w = places[g, span, part], weight[g, spans[span][2]]
+                        b.store(_multiply_pairs(b, b.load(place), both, w), place)
 
-        for start, count in _query_chunks(num_queries, 1):
+        # A pass serves as many (load, part of it) as have their sums in registers.
+        units = [(n, part) for n in range(len(spans) // halves) for part in range(2)]
+        for start, count in _query_chunks(num_queries):
             queries = range(start, start + count)
-            most = max(1, (24 if _WIDE else 8) // (2 * halves * count))
-            passes = -(-len(pieces) // most)
-            block = -(-len(pieces) // passes)
-            for begin in range(0, len(pieces), block):
-                mine = range(begin, min(begin + block, len(pieces)))
+            most = max(1, (24 if _WIDE else 8) // (halves * count))
+            passes = -(-len(units) // most)
+            block = -(-len(units) // passes)
+            for begin in range(0, len(units), block):
+                mine = units[begin : begin + block]
                 places = {
                     (g, halves * n + half, part): cgutils.alloca_once(b, _VI)
                     for g in queries
-                    for n in mine
+                    for n, part in mine
                     for half in range(halves)
-                    for part in range(2)
                 }
                 for (g, span, part), place in places.items():
                     offset = g * acc_bytes + 4 * LANES * (2 * span + part)
@@ -1084,7 +1113,7 @@ def _add_pairs(
                     _store(b, b.load(place), acc, offset)
         return context.get_dummy_value()
 
-    return types.void(fmt, head_dim, group, *[types.int64] * 7), codegen
+    return types.void(fmt, head_dim, group, unpacked, *[types.int64] * 7), codegen
 
 
 def _interleave(b: Any, x: Any, y: Any, part: int) -> Any:
@@ -1096,13 +1125,13 @@ def _interleave(b: Any, x: Any, y: Any, part: int) -> Any:
 
 @intrinsic(prefer_literal=True)
 def _finish_pairs(
-    typingctx: Any, fmt: Any, head_dim: Any, acc: Any, target: Any, factors: Any, zeros: Any
+    typingctx: Any, fmt: Any, head_dim: Any, acc: Any, target: Any, factors: Any, offsets: Any
 ):
-    """target[:head_dim] = acc[:] * factor + zero of its scale group, in natural order."""
+    """target[:head_dim] = (acc[:] - offset) * factor of its scale group, in natural order."""
     f, dim = _literal(fmt), _literal(head_dim)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        acc, target, factors, zeros = (_pointer(b, a) for a in args[2:])
+        acc, target, factors, offsets = (_pointer(b, a) for a in args[2:])
         # The inverse of `_interleave`: runs of 8 columns, in turn from either part.
         lanes = [
             LANES * part + run + i
@@ -1112,14 +1141,16 @@ def _finish_pairs(
         ]
         for n, (start, size, group) in enumerate(_word_spans(f, dim)):
             factor = _splat(b, _load(b, factors, 4 * group, _F32))
-            zero = _splat(b, _load(b, zeros, 4 * group, _F32))
             parts = [_load(b, acc, 4 * LANES * (2 * n + part), _VI) for part in range(2)]
+            if f == INT4:
+                offset = _splat(b, _load(b, offsets, 4 * group, _I32))
+                parts = [b.sub(part, offset) for part in parts]
             for half in range(2):
                 first = half * LANES
                 count = min(LANES, size - first)
                 if count > 0:
                     whole = b.sitofp(_shuffle(b, *parts, lanes[first : first + LANES]), _VF)
-                    real = _fma(b, whole, factor, zero) if f == INT4 else b.fmul(whole, factor)
+                    real = b.fmul(whole, factor)
                     _store(b, _narrow(b, real, count), target, 4 * (start + first))
         return context.get_dummy_value()
 
@@ -1493,33 +1524,77 @@ def _encode_row(
 
 
 def _encode_int4(b: Any, dim: int, vectors: list[Any], codes: Any, scales: Any) -> None:
+    """Quantize a row of int4, its groups side by side; see radixkv.quant.Int4Format."""
     size, half = int4_group_size(dim), dim // 2
-    steps, zeros = {}, {}
-    for group in range(dim // size):
-        low, high = _const(_INF), _const(-_INF)
-        for (first, count), x in zip(_pieces(dim), vectors, strict=True):
-            inside = [(first + i) // size == group and i < count for i in range(LANES)]
-            if any(inside):
-                lanes = ir.Constant(ir.VectorType(_I1, LANES), [int(i) for i in inside])
-                low = _min(b, b.select(lanes, x, low), low)
-                high = _max(b, b.select(lanes, x, high), high)
-        least, most = _fold(b, low, _min), _fold(b, high, _max)
-        margin = b.fmul(_call(b, "fabs", _F32, least), ir.Constant(_F32, 2.0**-8))
-        zero_bits, zeros[group] = _scalar_bf16(b, b.fsub(least, margin))
-        scale_bits, steps[group] = _scale_of(b, b.fsub(most, zeros[group]), 15.0)
-        _store(b, scale_bits, scales, 4 * group)
-        _store(b, zero_bits, scales, 4 * group + 2)
-    row = b.bitcast(cgutils.alloca_once(b, ir.ArrayType(_I8, dim + LANES)), _I8.as_pointer())
-    for (first, count), x in zip(_pieces(dim), vectors, strict=True):
-        zero = _by_group(b, first, count, size, zeros.__getitem__)
-        step = _by_group(b, first, count, size, steps.__getitem__)
-        y = _call(b, "rint", _VF, b.fdiv(b.fsub(x, zero), step))
-        y = _max(b, _min(b, y, _const(15.0)), _const(0.0))
-        _store(b, b.trunc(b.fptosi(y, _VI), ir.VectorType(_I8, LANES)), row, first)
+    row = b.bitcast(cgutils.alloca_once(b, ir.ArrayType(_F32, dim + LANES)), _I8.as_pointer())
+    out = b.bitcast(cgutils.alloca_once(b, ir.ArrayType(_I8, dim + LANES)), _I8.as_pointer())
+    for (first, _), x in zip(_pieces(dim), vectors, strict=True):
+        _store(b, x, row, 4 * first)
+    for begin in range(0, dim // size, LANES):
+        groups = range(begin, min(begin + LANES, dim // size))
+        parts = [
+            [_load_floats(b, row, 4 * (size * group + i), n) for i, n in _pieces(size)]
+            for group in groups
+        ]
+
+        def of_all(
+            vectors: list[list[Any]], combine: Callable[[Any, Any, Any], Any]
+        ) -> Any:  # lane n: of the n-th group
+            return _fold_each(b, [_combine_halves(b, v, combine) for v in vectors], combine)
+
+        def split(lanes: Any, count: int = len(parts)) -> list[Any]:
+            return [_shuffle(b, lanes, lanes, [n] * LANES) for n in range(count)]
+
+        def code(vector: Any, inverse: Any) -> Any:
+            y = _call(b, "rint", _VF, b.fmul(vector, inverse))
+            return _max(b, _min(b, y, _const(7.0)), _const(-8.0))
+
+        top, low = of_all(parts, _max), of_all(parts, _min)
+        amax = _max(b, top, b.fneg(low))
+        above = b.fcmp_ordered(">=", top, amax)
+        best = best_scale = best_inverse = None
+        for share in INT4_SEARCH:
+            scale = _max(b, b.fmul(amax, _const(share / 7.5)), _const(MIN_SCALE))
+            bits = _round_to_bf16(b, b.bitcast(scale, _VI))
+            scale = b.bitcast(b.shl(bits, _const(16, _VI)), _VF)
+            scale = b.select(above, b.fneg(scale), scale)
+            inverse = b.fdiv(_const(1.0), scale)
+            losses = []
+            for vectors, step, turned in zip(parts, split(scale), split(inverse), strict=True):
+                off = [b.fsub(x, b.fmul(code(x, turned), step)) for x in vectors]
+                losses.append([b.fmul(x, x) for x in off])
+            loss = of_all(losses, _add)
+            if best is None:
+                best, best_scale, best_inverse = loss, scale, inverse
+            else:
+                better = b.fcmp_ordered("<", loss, best)
+                best = b.select(better, loss, best)
+                best_scale = b.select(better, scale, best_scale)
+                best_inverse = b.select(better, inverse, best_inverse)
+        bits = b.lshr(b.bitcast(best_scale, _VI), _const(16, _VI))
+        bits = _narrow(b, b.trunc(bits, ir.VectorType(_I16, LANES)), len(parts))
+        _store(b, bits, scales, 2 * begin)
+        for group, vectors, inverse in zip(groups, parts, split(best_inverse), strict=True):
+            for (i, n), x in zip(_pieces(size), vectors, strict=True):
+                y = b.add(b.fptosi(code(x, inverse), _VI), _const(8, _VI))
+                y = _narrow(b, b.trunc(y, ir.VectorType(_I8, LANES)), n)
+                _store(b, y, out, size * group + i)
     for first, count in _pieces(half):
         kind = ir.VectorType(_I8, count)
-        low, high = _load(b, row, first, kind), _load(b, row, half + first, kind)
+        low, high = _load(b, out, first, kind), _load(b, out, half + first, kind)
         _store(b, b.or_(low, b.shl(high, _const(4, kind))), codes, first)
+
+
+def _combine_halves(b: Any, vectors: list[Any], combine: Callable[[Any, Any, Any], Any]) -> Any:
+    """Combine the vectors of an int4 group, the first half with the second, down to one.
+
+    Missing ones (of a group below 32 elements) are zeros, as radixkv.quant adds them.
+    """
+    vectors = vectors + [_const(0.0)] * (INT4_GROUP // LANES - len(vectors))
+    while len(vectors) > 1:
+        half = len(vectors) // 2
+        vectors = [combine(b, x, y) for x, y in zip(vectors[:half], vectors[half:], strict=True)]
+    return vectors[0]
 
 
 # ---------------------------------------------------------------- kernels
@@ -1564,14 +1639,14 @@ def _decode_layout(
     k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int
 ) -> tuple[dict[str, int], int]:
     """Byte offsets of the parts of a decode thread's scratch, and its size."""
-    k_groups = num_groups(k_fmt, k_dim) if in_pairs(k_fmt, k_dim) else 1
     v_groups = num_groups(v_fmt, v_dim) if in_pairs(v_fmt, v_dim) else 1
+    k_split, v_split = (f == INT4 and in_pairs(f, d) for f, d in ((k_fmt, k_dim), (v_fmt, v_dim)))
     line = _DECODE_LINE
     sizes = {
         "row": 4 * LANES * len(_pieces(max(k_dim, v_dim))),
         "q": 4 * group * max(padded(k_fmt, k_dim), LANES * len(_word_spans(k_fmt, k_dim))),
         "acc": 4 * group * max(padded(v_fmt, v_dim), 2 * LANES * len(_word_spans(v_fmt, v_dim))),
-        "scores": group * k_groups * line,
+        "scores": group * line,
         "k_factors": max(1, num_scales(k_fmt, k_dim)) * line,
         "v_factors": max(1, num_scales(v_fmt, v_dim)) * line,
         "spare": line,
@@ -1580,9 +1655,10 @@ def _decode_layout(
         "v_runs": 8 * (SPLIT + PREFETCH_TOKENS),
         "lens": 8 * (SPLIT + PREFETCH_TOKENS),
         "q_scales": 4 * group,
-        "q_sums": 4 * group * k_groups,
         "worth": 4 * group * v_groups,
-        "zeros": 4 * group * v_groups,
+        "offsets": 4 * group * v_groups,
+        "k_rows": SPLIT * unpacked_bytes(k_dim) if k_split else 0,
+        "v_rows": SPLIT * unpacked_bytes(v_dim) if v_split else 0,
     }
     offsets, total = {}, 0
     for name, size in sizes.items():
@@ -1599,12 +1675,15 @@ def decode_scratch_bytes(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: 
 def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> Any:
     """The kernel for sequences with one new token and ``group`` query heads a KV head."""
     k_pairs, v_pairs = in_pairs(k_fmt, k_dim), in_pairs(v_fmt, v_dim)
-    k_groups = num_groups(k_fmt, k_dim) if k_pairs else 1
     v_groups = num_groups(v_fmt, v_dim) if v_pairs else 1
-    block = _keys_per_block(group, k_groups)
+    block = _keys_per_block(group)
     k_scales, v_scales = num_scales(k_fmt, k_dim), num_scales(v_fmt, v_dim)
     k_split, v_split = k_pairs and k_fmt == INT4, v_pairs and v_fmt == INT4
     k_row, v_row = _row_bytes(k_fmt, k_dim), _row_bytes(v_fmt, v_dim)
+    k_wide, v_wide = (
+        unpacked_bytes(dim) if is_split else row
+        for is_split, dim, row in ((k_split, k_dim, k_row), (v_split, v_dim, v_row))
+    )
     q_width = 4 * (LANES * len(_word_spans(k_fmt, k_dim)) if k_pairs else padded(k_fmt, k_dim))
     acc_width = 4 * (
         2 * LANES * len(_word_spans(v_fmt, v_dim)) if v_pairs else padded(v_fmt, v_dim)
@@ -1622,8 +1701,8 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
     )
     at_k_factors, at_v_factors, at_weights = at["k_factors"], at["v_factors"], at["weights"]
     at_k_runs, at_v_runs, at_lens = at["k_runs"], at["v_runs"], at["lens"]
-    at_q_scales, at_q_sums = at["q_scales"], at["q_sums"]
-    at_worth, at_zeros = at["worth"], at["zeros"]
+    at_q_scales, at_worth, at_offsets = at["q_scales"], at["worth"], at["offsets"]
+    at_k_rows, at_v_rows = at["k_rows"], at["v_rows"]
 
     def decode(pointer):  # type: ignore[no-untyped-def]
         args = carray(pointer, 1)[0]
@@ -1631,8 +1710,9 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
         row, q, acc, scores = memory + at_row, memory + at_q, memory + at_acc, memory + at_scores
         k_factors, v_factors = memory + at_k_factors, memory + at_v_factors
         k_runs, v_runs, lens = memory + at_k_runs, memory + at_v_runs, memory + at_lens
-        weights, worth, zeros = memory + at_weights, memory + at_worth, memory + at_zeros
-        q_scales, q_sums, spare = memory + at_q_scales, memory + at_q_sums, memory + at_spare
+        weights, worth, offsets = memory + at_weights, memory + at_worth, memory + at_offsets
+        q_scales, spare = memory + at_q_scales, memory + at_spare
+        k_rows, v_rows = memory + at_k_rows, memory + at_v_rows
         page_size = args.page_size
         ahead = max(1, most_ahead // page_size)
         runs_per_chunk = max(1, chunk_tokens // page_size)
@@ -1657,7 +1737,9 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
             # A tile of queries: this task takes all splits, its partial results are its own.
             partials, partial_rows = args.partials, args.num_partials
             after_split = first_split + 1
-            if first_partial < 0:
+            # Then int4 rows are unpacked once for all queries.
+            is_tile = first_partial < 0
+            if is_tile:
                 partials, partial_rows = memory + args.partials_offset, num_splits
                 after_split = num_splits
             for split in range(first_split, after_split):
@@ -1718,8 +1800,29 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
                                     length * v_scales,
                                     np.float32(v_factor),
                                 )
+                            if is_tile:
+                                if k_split:
+                                    _unpack_rows(
+                                        k_dim,
+                                        args.k_pages
+                                        + page * args.k_page
+                                        + head * args.k_head
+                                        + offset * k_row,
+                                        k_rows + (t - origin) * k_wide,
+                                        length,
+                                    )
+                                if v_split:
+                                    _unpack_rows(
+                                        v_dim,
+                                        args.v_pages
+                                        + page * args.v_page
+                                        + head * args.v_head
+                                        + offset * v_row,
+                                        v_rows + (t - origin) * v_wide,
+                                        length,
+                                    )
                         t += length
-                if k_one or k_split:
+                if k_one:
                     for n in range(k_scales):
                         _clear_around(k_factors + n * line, low - origin, high - origin)
                 if v_one or v_split:
@@ -1740,16 +1843,15 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
                             page = 0
                         offset = t % page_size
                         length = min(page_size - offset, end - t)
-                        _put_i64(
-                            k_runs,
-                            num_runs,
-                            page * args.k_page + head * args.k_head + args.k_pages + offset * k_row,
-                        )
-                        _put_i64(
-                            v_runs,
-                            num_runs,
-                            page * args.v_page + head * args.v_head + args.v_pages + offset * v_row,
-                        )
+                        k_run = args.k_pages + page * args.k_page + head * args.k_head
+                        v_run = args.v_pages + page * args.v_page + head * args.v_head
+                        k_run, v_run = k_run + offset * k_row, v_run + offset * v_row
+                        if k_split and is_tile:
+                            k_run = k_rows + (t - origin) * k_wide
+                        if v_split and is_tile:
+                            v_run = v_rows + (t - origin) * v_wide
+                        _put_i64(k_runs, num_runs, k_run)
+                        _put_i64(v_runs, num_runs, v_run)
                         _put_i64(lens, num_runs, length)
                         num_runs += 1
                         t += length
@@ -1770,9 +1872,7 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
                             args.rotate_k,
                         )
                         if k_pairs:
-                            scale = _quantize_query(
-                                k_fmt, k_dim, row, q + g * q_width, q_sums + 4 * g * k_groups
-                            )
+                            scale = _quantize_query(k_fmt, k_dim, row, q + g * q_width)
                             _put_f32(q_scales, g, scale)
                         else:
                             _put_f32(q_scales, g, np.float32(1.0))
@@ -1789,17 +1889,33 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
                         later = _get_i64(k_runs, run + ahead)
                         i = 0
                         while i < length:
-                            if k_pairs:
+                            if k_split and is_tile:
                                 _score_pairs(
                                     k_fmt,
                                     k_dim,
                                     group,
+                                    1,
+                                    q,
+                                    rows + i * k_wide,
+                                    k_factors + 4 * (done + i),
+                                    line,
+                                    length - 1 - i,
+                                    later + i * k_wide,
+                                    scores + 4 * (done + i),
+                                )
+                            elif k_pairs:
+                                _score_pairs(
+                                    k_fmt,
+                                    k_dim,
+                                    group,
+                                    0,
                                     q,
                                     rows + i * k_row,
+                                    k_factors + 4 * (done + i),
+                                    line,
                                     length - 1 - i,
                                     later + i * k_row,
                                     scores + 4 * (done + i),
-                                    line,
                                 )
                             else:
                                 _score_keys(
@@ -1822,18 +1938,11 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
                     _fill(acc, np.float32(0.0), group * acc_width // (4 * lanes))
                     for g in range(group):
                         q_head = head * group + g
-                        mine = scores + g * k_groups * line
+                        mine = scores + g * line
                         if k_split:
-                            for n in range(k_groups):
-                                _affine(
-                                    mine,
-                                    mine + n * line,
-                                    k_factors + 2 * n * line,
-                                    k_factors + (2 * n + 1) * line,
-                                    _get_f32(q_scales, g),
-                                    _get_f32(q_sums, g * k_groups + n),
-                                    num_vectors,
-                                )
+                            _scale_add(
+                                mine, _get_f32(q_scales, g), mine, np.float32(0.0), num_vectors
+                            )
                         elif k_one:
                             _multiply(mine, k_factors, _get_f32(q_scales, g), num_vectors)
                         if args.softcap > 0:
@@ -1855,22 +1964,22 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
                         if v_pairs:
                             for n in range(v_groups):
                                 number_of_row = g * v_groups + n
-                                scales = v_factors + 2 * n * line
+                                scales = v_factors + n * line
                                 heaviest = _products(spare, mine, scales, num_vectors)
                                 factor = np.float32(0.0)
                                 if heaviest > 0:
                                     factor = np.float32(32767.0) / heaviest
-                                _quantize_weights(
+                                whole = _quantize_weights(
                                     spare,
                                     weights + number_of_row * (line // 2),
                                     factor,
                                     num_vectors,
                                 )
                                 _put_f32(worth, number_of_row, heaviest / np.float32(32767.0))
-                                if v_split:
-                                    _put_f32(
-                                        zeros, number_of_row, _dot(mine, scales + line, num_vectors)
-                                    )
+                                # Stored int4 codes lie 8 above the ones that count.
+                                if is_tile:
+                                    whole = np.int32(0)
+                                _put_i32(offsets, number_of_row, np.int32(8) * whole)
                         elif v_one:
                             _multiply(mine, v_factors, np.float32(1.0), num_vectors)
                         partial = partials + partial_bytes * (
@@ -1886,11 +1995,26 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
                     run, done = 0, skipped
                     while run < num_runs:
                         count = min(runs_per_chunk, num_runs - run)
-                        if v_pairs:
+                        if v_split and is_tile:
                             _add_pairs(
                                 v_fmt,
                                 v_dim,
                                 group,
+                                1,
+                                acc,
+                                weights + 2 * done,
+                                line // 2,
+                                v_runs + 8 * run,
+                                lens + 8 * run,
+                                count,
+                                ahead,
+                            )
+                        elif v_pairs:
+                            _add_pairs(
+                                v_fmt,
+                                v_dim,
+                                group,
+                                0,
                                 acc,
                                 weights + 2 * done,
                                 line // 2,
@@ -1906,7 +2030,7 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
                                 group,
                                 acc,
                                 scores + 4 * done,
-                                k_groups * line,
+                                line,
                                 v_runs + 8 * run,
                                 lens + 8 * run,
                                 count,
@@ -1933,7 +2057,7 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
                                 acc + g * acc_width,
                                 partial + 4 * lanes,
                                 worth + 4 * g * v_groups,
-                                zeros + 4 * g * v_groups,
+                                offsets + 4 * g * v_groups,
                             )
                         else:
                             _to_natural_order(

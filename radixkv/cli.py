@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +23,10 @@ from radixkv.config import KV_DTYPES, BeamParams, KVConfig, SamplingParams, requ
 from radixkv.errors import RadixKVError
 
 if TYPE_CHECKING:
+    import torch
+
     from radixkv.engine import Engine
-    from radixkv.quant import KVSpec
+    from radixkv.memory import LayerKV
     from radixkv.request import Result
 
 EXIT_BAD_INPUT = 2
@@ -280,11 +283,13 @@ def _add_calc_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page-size", type=int, default=16, help="tokens a page (16)")
 
 
-def _read_geometry(arguments: argparse.Namespace) -> tuple[KVSpec, int | None]:
-    """The KV geometry asked about, and the positions that the model has, if it says so."""
+def _read_geometry(
+    arguments: argparse.Namespace,
+) -> tuple[list[LayerKV], torch.dtype, int | None]:
+    """The layers asked about, the model's dtype, and its positions if it says so."""
     import torch
 
-    from radixkv.quant import KVSpec
+    from radixkv.memory import LayerKV, read_layers
 
     own = {
         "--layers": arguments.layers,
@@ -298,11 +303,9 @@ def _read_geometry(arguments: argparse.Namespace) -> tuple[KVSpec, int | None]:
                 f"calc: expected --model, or all of {', '.join(own)}, got "
                 f"{', '.join(given) or 'none of them'}"
             )
-        dtype = getattr(torch, arguments.dtype or "bfloat16")
-        layers, kv_heads, head_dim = own.values()
-        return KVSpec(
-            num_layers=layers, num_kv_heads=kv_heads, head_dim=head_dim, dtype=dtype
-        ), None
+        num_layers, num_kv_heads, head_dim = (require_int(n, v, 1) for n, v in own.items())
+        layer = LayerKV(num_kv_heads=num_kv_heads, head_dim=head_dim)
+        return [layer] * num_layers, getattr(torch, arguments.dtype or "bfloat16"), None
     if given:
         raise ValueError(f"calc: expected --model or {', '.join(given)}, got both; leave one out")
 
@@ -316,60 +319,10 @@ def _read_geometry(arguments: argparse.Namespace) -> tuple[KVSpec, int | None]:
             f"--model: expected a folder, a config.json or a hub id, got {arguments.model!r}; "
             f"{_one_line(error)}"
         ) from error
-    if getattr(config, "kv_lora_rank", None) is not None:
-        raise RadixKVError(
-            f"--model: {config.model_type} stores compressed latents instead of K and V, which "
-            f"radixkv does not serve"
-        )
-    num_heads = config.num_attention_heads
-    config_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
-    spec = KVSpec(
-        num_layers=config.num_hidden_layers,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
-        dtype=getattr(torch, arguments.dtype) if arguments.dtype else config_dtype,
-    )
-    return spec, getattr(config, "max_position_embeddings", None)
-
-
-def kv_memory(
-    spec: KVSpec,
-    *,
-    kv_dtype: str,
-    page_size: int,
-    length: int,
-    batch: int,
-    shared: int,
-    max_length: int,
-) -> dict[str, Any]:
-    """Count the bytes of K and V that a batch takes, stored in three ways.
-
-    Args:
-        length: tokens a sequence.
-        batch: sequences.
-        shared: leading tokens that all of them have in common; at most ``length``.
-        max_length: tokens that a preallocated cache reserves a sequence.
-
-    Returns:
-        ``bytes_per_token``; ``pages`` and ``pages_bytes`` (whole shared pages once, the rest
-        for each sequence), ``copies_bytes`` (the same format, nothing shared),
-        ``preallocated_bytes`` (``max_length`` tokens each, in the model's own dtype).
-    """
-    from radixkv.quant import KVCodec
-
-    codec = KVCodec(spec, KVConfig(dtype=kv_dtype, page_size=page_size))
-    plain = KVCodec(spec, KVConfig(dtype="model", page_size=page_size))
-    pages_each = -(-length // page_size)
-    pages_shared = shared // page_size if batch > 1 else 0
-    pages = pages_shared + batch * (pages_each - pages_shared)
-    return {
-        "kv_dtype": kv_dtype,
-        "bytes_per_token": codec.bytes_per_token,
-        "pages": pages,
-        "pages_bytes": pages * codec.bytes_per_page,
-        "copies_bytes": batch * pages_each * codec.bytes_per_page,
-        "preallocated_bytes": batch * max_length * plain.bytes_per_token,
-    }
+    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
+    if arguments.dtype:
+        dtype = getattr(torch, arguments.dtype)
+    return read_layers(config), dtype, getattr(config, "max_position_embeddings", None)
 
 
 def _run_calc(arguments: argparse.Namespace) -> None:
@@ -377,12 +330,15 @@ def _run_calc(arguments: argparse.Namespace) -> None:
     length = require_int("--length", arguments.length, 1)
     batch = require_int("--batch", arguments.batch, 1)
     shared = require_int("--shared", arguments.shared, 0, length)
-    spec, positions = _read_geometry(arguments)
+    layers, dtype, positions = _read_geometry(arguments)
+    from radixkv.memory import kv_memory
+
     max_length = arguments.max_length or max(length, positions or 0)
     require_int("--max-length", max_length, length)
     rows = [
         kv_memory(
-            spec,
+            layers,
+            dtype,
             kv_dtype=kv_dtype,
             page_size=arguments.page_size,
             length=length,
@@ -393,10 +349,11 @@ def _run_calc(arguments: argparse.Namespace) -> None:
         for kv_dtype in ([arguments.kv_dtype] if arguments.kv_dtype else KV_DTYPES)
     ]
     setting = {
-        "num_layers": spec.num_layers,
-        "num_kv_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "dtype": str(spec.dtype).removeprefix("torch."),
+        "layers": [
+            {"num_layers": count, **dataclasses.asdict(layer)}
+            for layer, count in Counter(layers).items()
+        ],
+        "dtype": str(dtype).removeprefix("torch."),
         "page_size": arguments.page_size,
         "length": length,
         "batch": batch,
@@ -410,23 +367,28 @@ def _run_calc(arguments: argparse.Namespace) -> None:
 
 
 def _print_calc(setting: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Say what is reckoned, then the figures as a Markdown table, to be pasted anywhere."""
+    from rich.box import MARKDOWN
     from rich.console import Console
     from rich.table import Table
 
-    title = f"KV memory of {setting['batch']} sequences of {setting['length']:,} tokens"
-    if setting["shared"]:
-        title += f", the first {setting['shared']:,} shared"
-    table = Table(
-        title=title,
-        caption=f"{setting['num_layers']} layers, {setting['num_kv_heads']} KV heads, head_dim "
-        f"{setting['head_dim']}, {setting['dtype']}; pages of {setting['page_size']} tokens; "
-        f"copies: nothing shared; reserved: {setting['max_length']:,} tokens a sequence in "
-        f"{setting['dtype']}; saved: reserved / in pages",
+    shared = f", the first {setting['shared']:,} shared" if setting["shared"] else ""
+    kinds = [
+        f"{kind['num_layers']} layers of {kind['num_kv_heads']} KV heads x {kind['head_dim']}"
+        + (f" with a window of {kind['window']:,}" if kind["window"] else "")
+        for kind in setting["layers"]
+    ]
+    console = Console(highlight=False, width=160)
+    console.print(
+        f"KV memory of {setting['batch']} sequences of {setting['length']:,} tokens{shared}: "
+        f"{' and '.join(kinds)}, {setting['dtype']}; pages of {setting['page_size']} tokens, "
+        f"scales included.\nCopies: nothing shared. Reserved: {setting['max_length']:,} tokens a "
+        f"sequence in {setting['dtype']} (a layer's window if less). Saved: reserved / in pages.\n",
+        soft_wrap=True,
     )
-    table.add_column("KV format")
-    for heading in ("bytes/token", "pages", "in pages", "copies", "reserved"):
+    table = Table("KV format", box=MARKDOWN)
+    for heading in ("bytes/token", "pages", "in pages", "copies", "reserved", "saved"):
         table.add_column(heading, justify="right")
-    table.add_column("saved", justify="right")
     for row in rows:
         table.add_row(
             row["kv_dtype"],
@@ -437,7 +399,7 @@ def _print_calc(setting: dict[str, Any], rows: list[dict[str, Any]]) -> None:
             format_bytes(row["preallocated_bytes"]),
             f"{row['preallocated_bytes'] / row['pages_bytes']:.1f}x",
         )
-    Console(highlight=False).print(table)
+    console.print(table)
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -489,6 +451,11 @@ def _add_quality_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of {', '.join(KV_DTYPES)}, or two of them for K and V, such as int8/int4 "
         "(default: int8,fp8,fp8_e5m2,int8/int4,int4)",
     )
+    parser.add_argument(
+        "--rotate",
+        choices=("none", "hadamard"),
+        help="measure the formats only so (default: both ways)",
+    )
 
 
 def _run_quality(arguments: argparse.Namespace) -> None:
@@ -537,6 +504,7 @@ def _run_quality(arguments: argparse.Namespace) -> None:
                 num_tokens=tokens,
                 context=context,
                 formats=names,
+                rotations=("none", "hadamard") if arguments.rotate is None else (arguments.rotate,),
                 first_ids=first_ids,
                 tell=tell,
             )

@@ -201,6 +201,9 @@ class Engine:
                 bfloat16 arithmetic (said in the log).
             transformers_kwargs: to ``from_pretrained`` of model and tokenizer
                 (``gguf_file=...``) or of the model alone.
+
+        Warns (UserWarning) where ``kv`` does not rotate and the model's own K says that its
+        format would suffer.
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -232,7 +235,7 @@ class Engine:
         except (OSError, ValueError, KeyError) as error:
             logger.warning("%s: no tokenizer (%s); prompts must be token ids", name_or_path, error)
             tokenizer = None
-        return cls(
+        engine = cls(
             model,
             tokenizer,
             kv=kv,
@@ -240,6 +243,8 @@ class Engine:
             max_batch_tokens=max_batch_tokens,
             backend=backend,
         )
+        engine._runner.warn_of_outliers(kv)
+        return engine
 
     # -- asking ------------------------------------------------------------------------------
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -26,10 +28,13 @@ from radixkv.config import KVConfig
 from radixkv.errors import NonFiniteError, UnsupportedModelError
 from radixkv.linear import steady
 from radixkv.quant import KVCodec, KVSpec
-from radixkv.reference import ScoreRule, attend_dense
+from radixkv.reference import ScoreRule, attend_dense, rotate_rows
 
 _PROBE_TOKENS = 12  # of the self test; windows up to this length less one are exercised by it
 _PROBE_CUTS = (1, 2, 5, 11, 28, 45)  # where the probe of `is_batch_invariant` is cut into steps
+_K_TOKENS = 128  # of the run that measures K
+_K_POSITIONS = 2048  # over which it spreads them: what RoPE turns has no mean worth taking off
+_OUTLIER_GAIN = 2.0  # how much larger K's error may be for want of a rotation, unsaid
 _LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 # Keywords that reach attention functions and do not change what a causal layer computes.
 _HARMLESS = {
@@ -138,6 +143,7 @@ class _Recorder:
     """Notes each attention call, and answers it with plain dense attention."""
 
     seen: dict[int, _Seen] = field(default_factory=dict)
+    keys: dict[int, Tensor] = field(default_factory=dict)  # [num_kv_heads, num_tokens, head_dim]
 
     def __call__(
         self,
@@ -159,6 +165,7 @@ class _Recorder:
         if is_causal is None:
             is_causal = getattr(module, "is_causal", True)
         self.seen[layer_idx] = _Seen(query.shape[1], spec, dict(keywords), bool(is_causal))
+        self.keys[layer_idx] = key[0].float()
         rule = score_rule(keywords, query.shape[3])
         out = attend_dense(query[0].float(), key[0].float(), value[0].float(), rule)
         return out.transpose(0, 1)[None].to(query.dtype)
@@ -406,6 +413,70 @@ class ModelRunner:
                     return False
         return True
 
+    @cached_property
+    def _k_sample(self) -> tuple[Tensor, list[bool]]:
+        """K of a fixed run, [num_layers, num_kv_heads, num_tokens, head_dim]; whether it may move.
+
+        It may not where a soft cap or sinks would feel a constant added to all scores.
+        """
+        limit = min(_K_POSITIONS, self.max_positions or _K_POSITIONS)
+        num_tokens = min(_K_TOKENS, limit)
+        places = torch.arange(num_tokens, device=self.device)
+        recorder = _Recorder()
+        keywords: dict[str, Any] = {"position_ids": (places * (limit // num_tokens))[None]}
+        if self._keeps_logits:
+            keywords["logits_to_keep"] = 1
+        with torch.inference_mode(), attending(recorder):
+            ids = (7 + 13 * places) % self.model.config.get_text_config().vocab_size
+            self.model(input_ids=ids[None], use_cache=False, **keywords)
+        layers = range(self.spec.num_layers)
+        rules = [score_rule(recorder.seen[i].keywords, self.spec.head_dim) for i in layers]
+        k = torch.stack([recorder.keys[i] for i in layers])
+        return k, [rule.softcap is None and rule.sinks is None for rule in rules]
+
+    @cached_property
+    def k_center(self) -> Tensor:
+        """K's mean, which quantized pages store K without: [num_layers, num_kv_heads, head_dim].
+
+        A constant taken off every key moves all scores of a query alike, which softmax does not
+        feel; what is left is smaller, and so are its quantization steps. Measured once on fixed
+        tokens; zero where it would be felt. float32. Pages written with one are only right
+        with the same: what keeps them must keep it (`radixkv.quant.KVCodec.centers_k`).
+        """
+        k, may_move = self._k_sample
+        finite = k.isfinite().all(dim=-1, keepdim=True)
+        count = finite.sum(dim=2).clamp_min(1)
+        center = k.where(finite, k.new_zeros(())).sum(dim=2) / count
+        return center * torch.tensor(may_move, device=self.device)[:, None, None]
+
+    def warn_of_outliers(self, kv: KVConfig) -> None:
+        """Warn where ``kv`` stores K unrotated and its error would be far smaller rotated.
+
+        The error is measured: root mean square over a layer's sample of K, as it would be
+        stored; of the layer where rotation gains most.
+        """
+        codec = KVCodec(self.spec, kv)
+        if codec.rotate_k or codec.k_format.name == "model":
+            return
+        form, (k, _) = codec.k_format, self._k_sample
+        k = (k - self.k_center[:, :, None]).nan_to_num(0.0, 0.0, 0.0)
+
+        def error(rows: Tensor) -> Tensor:
+            off = form.dequantize(*form.quantize(rows)) - rows
+            return off.square().mean(dim=(1, 2, 3)).sqrt()
+
+        rotated = error(rotate_rows(k)).clamp_min(torch.finfo(torch.float32).tiny)
+        gain, layer_idx = (error(k) / rotated).max(dim=0)
+        if gain > _OUTLIER_GAIN:
+            ratio = k.abs().amax(dim=-1) / k.square().mean(dim=-1).sqrt().clamp_min(1e-30)
+            warnings.warn(
+                f'KVConfig.rotate: K of layer {int(layer_idx)} has outliers ("{form.name}" rows '
+                f"reach {ratio[layer_idx].mean():.1f} times their root mean square): without "
+                f"rotation its error is {gain:.1f} times as large as with it; use "
+                f'rotate="auto", and see radixkv quality',
+                stacklevel=3,
+            )
+
     def forward(self, batch: Batch, cache: PrefixCache) -> Tensor:
         """Run ``batch``: write its tokens' KV into ``cache`` and return the wanted logits.
 
@@ -415,6 +486,7 @@ class ModelRunner:
             NonFiniteError: NaN or Inf in K, V (names layer and head) or in the logits.
         """
         codec, backend = cache.codec, cache.backend
+        center = self.k_center if codec.centers_k else None
         served: list[int] = []
 
         def handler(
@@ -429,11 +501,14 @@ class ModelRunner:
             if rule is None:
                 rule = self._rules[layer_idx] = score_rule(keywords, query.shape[3])
             pages = cache.layer(layer_idx)
+            keys = key[0].transpose(0, 1)
+            if center is not None:
+                keys = keys.float() - center[layer_idx]
             backend.write_kv(
                 codec,
                 pages,
                 batch.attention.slot_mapping,
-                key[0].transpose(0, 1),
+                keys,
                 value[0].transpose(0, 1),
                 layer_idx=layer_idx,
             )

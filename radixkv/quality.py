@@ -146,6 +146,7 @@ def measure_quality(
     num_tokens: int,
     context: int = 2048,
     formats: Sequence[str] = FORMATS,
+    rotations: Sequence[str] = ("none", "hadamard"),
     first_ids: Sequence[int] = (),
     backend: str = "auto",
     tell: Callable[[int, int], None] = lambda done, total: None,
@@ -162,6 +163,7 @@ def measure_quality(
         num_tokens: predictions to measure.
         context: tokens a window.
         formats: names as in `FORMATS`; "model" is allowed too, and differs by nothing.
+        rotations: of "none" and "hadamard".
         first_ids: tokens that the model expects before any text; each window begins with them.
         tell: is called with the passes done and to be done.
     Raises:
@@ -178,6 +180,8 @@ def measure_quality(
         )
     for name in formats:
         parse_format(name)
+    for rotation in rotations:
+        require_choice("rotate", rotation, ("none", "hadamard"))
     text, first = list(token_ids[: num_tokens + 1]), list(first_ids)
     stride = context - len(first)
     prompt_len = min(_PROMPT_TOKENS, stride // 2, num_tokens)
@@ -198,7 +202,7 @@ def measure_quality(
     candidates = [
         _Candidate(name, rotate, make_cache(name, rotate))
         for name in dict.fromkeys(formats)
-        for rotate in (("none",) if name == "model" else ("none", "hadamard"))
+        for rotate in (("none",) if name == "model" else rotations)
     ]
     num_chunks = sum(
         len(_chunks(runner, len(first) + min(stride, num_tokens - start)))

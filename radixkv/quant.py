@@ -15,11 +15,11 @@ is contiguous), per layer:
 | int8       | int8, -127..127            | 1: amax / 127             | code * scale             |
 | fp8        | float8_e4m3fn              | 1: amax / 448             | code * scale             |
 | fp8_e5m2   | float8_e5m2                | 1: amax / 57344           | code * scale             |
-| int4       | uint8, two codes a byte    | 2 a group: scale, zero    | code * scale + zero      |
+| int4       | uint8, two codes a byte    | 1 a group, of either sign | (code - 8) * scale       |
 | model      | the model's own dtype      | none                      | code                     |
 
 An int4 byte j holds element j in its low half and element j + head_dim / 2 in its high half;
-a group is a run of at most 64 elements of the row.
+a group is a run of `int4_group_size` elements of the row, at most 32.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from radixkv.config import KVConfig, require_int
 
@@ -110,14 +111,46 @@ class KVFormat:
         """Turn codes and scales back into real rows, shape [..., head_dim], float32."""
         raise NotImplementedError
 
+    def error_bound(self, rows: Tensor) -> Tensor:
+        """How far the stored value of each element may lie from the real one at most.
+
+        Args:
+            rows: shape [..., head_dim], float32, finite, as they are quantized (rotated).
+        Returns:
+            shape [..., head_dim], float32: a bound on ``|dequantize(quantize(rows)) - rows|``
+            that follows from the format; the class says how.
+        """
+        raise NotImplementedError
+
+    def norm_bound(self, rows: Tensor) -> Tensor:
+        """As `error_bound`, but of a whole row's error: its Euclidean norm, shape [...].
+
+        Rotation keeps it, and it bounds scores: ``|q @ error| <= |q| * norm_bound``.
+        """
+        norm: Tensor = self.error_bound(rows).norm(dim=-1)
+        return norm
+
+
+_ROUNDED = 1 + 2.0**-7  # a bfloat16 scale may be 2^-9 off, a float32 quotient far less
+
 
 def _row_scale(rows: Tensor, largest_code: float) -> Tensor:
     amax = rows.abs().amax(dim=-1, keepdim=True)
     return (amax / largest_code).clamp_min(_MIN_SCALE).to(SCALE_DTYPE)
 
 
+def _float_error(rows: Tensor, dtype: torch.dtype, scale: Tensor | float) -> Tensor:
+    """Bound on rounding ``rows / scale`` to a float format: half a unit in the last place."""
+    info = torch.finfo(dtype)
+    least = info.tiny * info.eps / 2 * scale  # of what is below the smallest normal number
+    return torch.maximum(rows.abs() * (info.eps / 2), torch.as_tensor(least))
+
+
 class Int8Format(KVFormat):
-    """Symmetric int8; error at most half a scale (plus float rounding)."""
+    """Symmetric int8.
+
+    Accuracy: half a step, amax / 254 of the row, plus the rounding of the scale.
+    """
 
     name = "int8"
     code_dtype = torch.int8
@@ -131,9 +164,17 @@ class Int8Format(KVFormat):
     def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
         return codes.float() * scales.float()
 
+    def error_bound(self, rows: Tensor) -> Tensor:
+        half_step: Tensor = _row_scale(rows, 127.0).float() / 2
+        return (half_step * _ROUNDED).expand_as(rows)
+
 
 class Fp8Format(KVFormat):
-    """8-bit floats with a scale a row; relative error at most 1/16 (e4m3) or 1/8 (e5m2)."""
+    """8-bit floats with a scale a row.
+
+    Accuracy: 1/16 (e4m3) or 1/8 (e5m2) of the element; for small ones half the smallest code,
+    amax of the row / 4.6e5 or / 7.5e9.
+    """
 
     def __init__(self, head_dim: int, name: str = "fp8") -> None:
         super().__init__(head_dim)
@@ -150,9 +191,36 @@ class Fp8Format(KVFormat):
     def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
         return codes.float() * scales.float()
 
+    def error_bound(self, rows: Tensor) -> Tensor:
+        scale = _row_scale(rows, self.largest).float()
+        return _float_error(rows, self.code_dtype, scale) * _ROUNDED
+
+
+INT4_SEARCH = (1.0, 0.93, 0.86, 0.8)
+"""Scales that an int4 group may take, as shares of the largest: the one with least error wins."""
+
+
+def int4_group_size(head_dim: int) -> int:
+    """Elements of an int4 row that share a scale: its largest even divisor that is at most 32.
+
+    >>> [int4_group_size(head_dim) for head_dim in (64, 80, 96, 112, 128)]
+    [32, 20, 32, 28, 32]
+    """
+    return next(size for size in range(32, 1, -2) if head_dim % size == 0)
+
 
 class Int4Format(KVFormat):
-    """Packed 4-bit codes; a scale and a zero a group; error at most half a scale."""
+    """Packed 4-bit codes -8..7, a signed scale a group.
+
+    There is one more code on one side of zero than on the other: the sign of the scale puts it
+    on the side of the group's largest element. A scale below the largest that fits clips few
+    elements and serves the others better; of `INT4_SEARCH` the one is taken that leaves the
+    least squared error.
+
+    Accuracy: at the full scale no element is off by more than half a step, amax / 15 of its
+    group, and the whole group by sqrt(group_size) times that. A scale that wins is better for
+    the whole group, though one element, clipped at 7 steps, may be off by more.
+    """
 
     name = "int4"
     code_dtype = torch.uint8
@@ -165,29 +233,63 @@ class Int4Format(KVFormat):
                 f'KVConfig.dtype: "int4" needs an even head_dim, got {head_dim}; use "int8"'
             )
         self.code_width = head_dim // 2
-        self.group_size = next(g for g in range(min(64, head_dim), 0, -1) if head_dim % g == 0)
-        self.num_scales = 2 * (head_dim // self.group_size)
+        self.group_size = int4_group_size(head_dim)
+        self.num_scales = head_dim // self.group_size
 
     def quantize(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         groups = rows.unflatten(-1, (-1, self.group_size))
-        low, high = groups.amin(dim=-1, keepdim=True), groups.amax(dim=-1, keepdim=True)
-        zero = (low - low.abs() * 2.0**-8).to(SCALE_DTYPE)  # rounded down: never above `low`
-        scale = ((high - zero.float()) / 15.0).clamp_min(_MIN_SCALE).to(SCALE_DTYPE)
-        codes = ((groups - zero.float()) / scale.float()).round_().clamp_(0, 15)
-        codes = codes.to(torch.uint8).flatten(-2)
-        low_half, high_half = codes.chunk(2, dim=-1)
-        packed: Tensor = low_half | (high_half << 4)
-        return packed, torch.cat([scale, zero], dim=-1).flatten(-2)
+        amax = groups.abs().amax(dim=-1, keepdim=True)
+        above = groups.amax(dim=-1, keepdim=True) >= amax
+        best, scale, codes = torch.full_like(amax, torch.inf), amax, groups
+        for i, share in enumerate(INT4_SEARCH):
+            size = (amax * (share / 7.5)).clamp_min(_MIN_SCALE).to(SCALE_DTYPE).float()
+            tried = torch.where(above, -size, size)
+            coded = (groups * tried.reciprocal()).round_().clamp_(-8, 7)
+            error = _sum_halves((groups - coded * tried).square_())
+            better = (error < best) | (i == 0)
+            best, scale = torch.where(better, error, best), torch.where(better, tried, scale)
+            codes = torch.where(better, coded, codes)
+        low_half, high_half = (codes + 8).to(torch.uint8).flatten(-2).chunk(2, dim=-1)
+        return low_half | (high_half << 4), scale.to(SCALE_DTYPE).flatten(-2)
 
     def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
-        real = torch.cat([codes & 15, codes >> 4], dim=-1).float()
-        scale, zero = scales.float().unflatten(-1, (-1, 2)).split(1, dim=-1)
-        rows: Tensor = real.unflatten(-1, (-1, self.group_size)) * scale + zero
+        real = torch.cat([codes & 15, codes >> 4], dim=-1).float() - 8
+        rows: Tensor = real.unflatten(-1, (-1, self.group_size)) * scales.float()[..., None]
         return rows.flatten(-2)
+
+    def _half_steps(self, rows: Tensor) -> Tensor:
+        """Half a step at the full scale, of each group: [..., num_scales, 1]."""
+        groups = rows.unflatten(-1, (-1, self.group_size))
+        amax: Tensor = groups.abs().amax(dim=-1, keepdim=True)
+        # At 7 steps (of 7.5 in amax) the rounding of the scale counts 14 times.
+        return (amax / 15).clamp_min(_MIN_SCALE) * (1 + 14 * 2.0**-8)
+
+    def error_bound(self, rows: Tensor) -> Tensor:
+        clipped = 15 - 14 * min(INT4_SEARCH)  # half steps between amax and its code
+        most = max(1.0, min(clipped, self.group_size**0.5))
+        bound: Tensor = self._half_steps(rows) * most
+        return bound.expand(*bound.shape[:-1], self.group_size).flatten(-2)
+
+    def norm_bound(self, rows: Tensor) -> Tensor:
+        groups: Tensor = self._half_steps(rows) * self.group_size**0.5
+        norm: Tensor = groups.flatten(-2).norm(dim=-1)
+        return norm
+
+
+def _sum_halves(groups: Tensor) -> Tensor:
+    """Sum over the last dimension (at most 32), keeping it, in the one order that kernels have."""
+    groups = F.pad(groups, (0, 32 - groups.shape[-1]))
+    while groups.shape[-1] > 1:
+        half = groups.shape[-1] // 2
+        groups = groups[..., :half] + groups[..., half:]
+    return groups
 
 
 class ModelFormat(KVFormat):
-    """The model's own dtype, not quantized: the baseline."""
+    """The model's own dtype, not quantized: the baseline.
+
+    Accuracy: exact for rows of that dtype; rotated, or wider, half a unit in the last place.
+    """
 
     name = "model"
     num_scales = 0
@@ -201,6 +303,9 @@ class ModelFormat(KVFormat):
 
     def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
         return codes.float()
+
+    def error_bound(self, rows: Tensor) -> Tensor:
+        return _float_error(rows, self.code_dtype, 1.0)
 
 
 def make_format(name: str, head_dim: int, model_dtype: torch.dtype) -> KVFormat:
@@ -274,6 +379,11 @@ class KVCodec:
     def rotate_v(self) -> bool:
         """Whether V is rotated on write and the attention's output rotated back."""
         return self._rotates(self.v_format)
+
+    @property
+    def centers_k(self) -> bool:
+        """Whether a model's K is stored less its mean (`radixkv.model.ModelRunner.k_center`)."""
+        return self.k_format.name != "model"
 
     @property
     def bytes_per_token(self) -> int:

@@ -86,10 +86,55 @@ def test_calc_reckons_preallocation_in_the_models_own_dtype(capsys):
 def test_calc_reads_the_geometry_of_a_model(capsys):
     folder = str(prepare_small_model(progress=False))
     found = json.loads(run(capsys, "calc", "--model", folder, "--json"))
-    wanted = {"num_layers": 30, "num_kv_heads": 3, "head_dim": 64, "dtype": "float32"}
-    assert wanted.items() <= found.items()
-    assert found["max_length"] == 8192
+    layer = {"num_layers": 30, "num_kv_heads": 3, "head_dim": 64}
+    assert found["layers"] == [{**layer, "v_head_dim": None, "window": None}]
+    assert (found["dtype"], found["max_length"]) == ("float32", 8192)
     assert "11,880" in run(capsys, "calc", "--model", folder, "--kv-dtype", "int8")
+
+
+def test_calc_counts_each_layer_by_its_own_heads_windows_and_sharing(tmp_path, capsys):
+    import transformers as tf
+
+    def calc(config):
+        config.save_pretrained(tmp_path)
+        arguments = ["--model", str(tmp_path), "--length", "1000", "--batch", "2", "--json"]
+        return json.loads(run(capsys, "calc", *arguments, "--kv-dtype", "int8"))
+
+    # 5 layers of 4 heads x 256 with a window, then one of 2 heads x 512 without; the last 2 of
+    # 8 layers read another's K and V.
+    types = ["sliding_attention"] * 5 + ["full_attention", "sliding_attention", "full_attention"]
+    gemma = tf.Gemma4TextConfig(
+        num_hidden_layers=8, num_key_value_heads=4, head_dim=256, sliding_window=512,
+        num_kv_shared_layers=2, layer_types=types, global_head_dim=512,
+        num_global_key_value_heads=2, attention_k_eq_v=True, max_position_embeddings=4096,
+        dtype="bfloat16",
+    )  # fmt: skip
+    found = calc(gemma)
+    kinds = [tuple(kind.values()) for kind in found["layers"]]
+    assert kinds == [(5, 4, 256, None, 512), (1, 2, 512, None, None)]
+    (row,) = found["formats"]
+    assert row["bytes_per_token"] == 5 * 4 * 2 * (256 + 2) + 2 * 2 * (512 + 2)
+    assert row["preallocated_bytes"] == 2 * (512 * 5 * 4 * 2 * 512 + 4096 * 2 * 2 * 1024)
+    # Three of four layers keep a state instead; a window without layer types is every layer's.
+    hybrid = calc(tf.Qwen3NextConfig(num_hidden_layers=8))
+    assert [kind["num_layers"] for kind in hybrid["layers"]] == [2]
+    (kind,) = calc(tf.MistralConfig(num_hidden_layers=3, sliding_window=100))["layers"]
+    assert (kind["num_layers"], kind["num_kv_heads"], kind["window"]) == (3, 8, 100)
+
+
+def test_calc_prints_a_table_to_paste(capsys):
+    lines = run(capsys, "calc", *GEOMETRY).splitlines()
+    rows = [line for line in lines if line.startswith("|")]
+    assert len(rows) == len(KV_DTYPES) + 2  # a heading and a rule
+    assert len({line.count("|") for line in rows}) == 1
+    assert set(rows[1]) <= set("|-: ")
+
+
+def test_calc_refuses_models_that_keep_no_k_and_v(tmp_path, capsys):
+    import transformers as tf
+
+    tf.DeepseekV3Config().save_pretrained(tmp_path)
+    assert "compressed latents" in refusal(capsys, "calc", "--model", str(tmp_path))
 
 
 @pytest.mark.parametrize(

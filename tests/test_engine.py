@@ -120,7 +120,7 @@ def test_quantization_really_happens(tiny_model: Any) -> None:
             tops[dtype] = result.samples[0].logprobs[0]
             spec = engine.cache.codec.spec
             rows = 2 * spec.num_layers * spec.num_kv_heads
-            expected = {"model": 16 * 4, "int8": 16 + 2, "fp8": 16 + 2, "int4": 8 + 4}
+            expected = {"model": 16 * 4, "int8": 16 + 2, "fp8": 16 + 2, "int4": 8 + 2}
             assert engine.cache.stats().bytes_per_token == rows * expected[dtype]
     assert tops["int8"] != tops["model"] != tops["fp8"] != tops["int8"] != tops["int4"]
 

@@ -79,6 +79,7 @@ IMPORT_ORDER = [
     "bench_linear",
     "demo",
     "quality",
+    "memory",
     "cli",
 ]
 
