@@ -2889,6 +2889,13 @@ tokens_read: Counter[str] = Counter()
 A split that several queries take turns over is read once.
 """
 
+
+def processor() -> str:
+    """The processor that kernels are compiled for, and how."""
+    name = llvmlite.binding.get_host_cpu_name()
+    return f"{name} ({LANES} lanes, {'pairs' if _PAIRS else 'floats'})"
+
+
 _local = threading.local()  # scratch memory, kept from call to call
 
 
@@ -3020,11 +3027,15 @@ class Plan:
         passes: in any order, one after another.
         most_splits: of a task that takes all splits by itself.
         tiles: tasks of the extend kernel. [n, 5] int32.
+        tokens: tokens that the tasks read, windows aside, of each KV head.
+        tokens_alone: the same without shared splits.
     """
 
     passes: tuple[Pass, ...]
     most_splits: int
     tiles: np.ndarray
+    tokens: int
+    tokens_alone: int
 
 
 MAX_KEPT = 2048
@@ -3064,13 +3075,14 @@ def make_plan(
     queries: list[tuple[int, int, int, int]] = []  # row in q, position, first partial, sequence
     done: list[tuple[int, int]] = []
     names: set[str] = set()
-    num_partials = num_kept = most_splits = 0
+    num_partials = num_kept = most_splits = tokens = tokens_alone = 0
 
     def end_pass() -> None:
-        nonlocal num_partials, num_kept
+        nonlocal num_partials, num_kept, tokens
         if rows:
             members = np.array(queries, np.int32).reshape(-1, 4)
             tasks, members = _shared_tasks(shared, members, group, num_kv_heads)
+            tokens += SPLIT * len(tasks)
             passes.append(
                 Pass(
                     np.array(rows, np.int32).reshape(-1, 5),
@@ -3098,10 +3110,13 @@ def make_plan(
         kept = int(num_shared[seq])
         if group > MAX_DECODE_GROUP or (query_len > 1 and not in_rows):
             # Every query alike, so that it does not matter how a prompt is cut.
-            starts = range(0, query_len, queries_per_task)
-            tiles.extend((seq, first_query, 0, 1, 0) for first_query in starts)
+            for first_query in range(0, query_len, queries_per_task):
+                tiles.append((seq, first_query, 0, 1, 0))
+                read = min(seq_len, seq_len - query_len + first_query + queries_per_task)
+                tokens, tokens_alone = tokens + read, tokens_alone + read
         elif query_len == 1:
             splits = -(-seq_len // SPLIT)
+            tokens, tokens_alone = tokens + seq_len - kept * SPLIT, tokens_alone + seq_len
             rows.extend((seq, 0, split, splits, num_partials) for split in range(kept, splits))
             if kept:
                 queries.append((begin, seq_len - 1, num_partials, seq))
@@ -3111,7 +3126,9 @@ def make_plan(
         else:
             for first_query in range(0, query_len, ROW_QUERIES):
                 first_pos = seq_len - query_len + first_query
-                splits = -(-min(seq_len, first_pos + ROW_QUERIES) // SPLIT)
+                read = min(seq_len, first_pos + ROW_QUERIES)
+                splits = -(-read // SPLIT)
+                tokens, tokens_alone = tokens + read - kept * SPLIT, tokens_alone + read
                 most_splits = max(most_splits, splits)
                 base = -1
                 if kept:
@@ -3126,7 +3143,8 @@ def make_plan(
                 rows.append((seq, first_query, kept, splits, base))
                 names.add("extend")
     end_pass()
-    return Plan(tuple(passes), most_splits, np.array(tiles, np.int32).reshape(-1, 5))
+    starts = np.array(tiles, np.int32).reshape(-1, 5)
+    return Plan(tuple(passes), most_splits, starts, tokens, tokens_alone)
 
 
 def _shared_tasks(
@@ -3207,6 +3225,7 @@ def attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    num_threads: int | None = None,
 ) -> torch.Tensor:
     """Attend new tokens to stored pages.
 
@@ -3219,6 +3238,7 @@ def attend(
         plan: of `make_plan`, for this batch and this group of query heads. If it has shared
             splits: `shares` holds for the formats.
         rotate: whether K (and so q), and V (and so the output) are stored rotated.
+        num_threads: None is torch's.
     Returns:
         [num_tokens, num_q_heads, v_head_dim] float32.
     Raises:
@@ -3235,7 +3255,7 @@ def attend(
         )
     group = num_q_heads // num_kv_heads
     out = torch.empty(num_tokens, num_q_heads, v_head_dim)
-    num_threads = torch.get_num_threads()
+    num_threads = num_threads or torch.get_num_threads()
     shared = _page_arguments(*pages) | {
         "q": q.data_ptr(),
         "out": out.data_ptr(),

@@ -6,15 +6,33 @@ all backends, and a float64 reference over dense K and V.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
 from radixkv.errors import NonFiniteError
+from radixkv.groups import SharedRun
 from radixkv.quant import KVCodec, KVFormat, LayerPages, hadamard
+
+
+@dataclass
+class KVReads:
+    """How many tokens' K and V one layer's attention reads in a step, each of all KV heads.
+
+    Attributes:
+        tokens: read with shared runs read together; pages read twice count twice.
+        tokens_alone: if every sequence read its own pages.
+
+    A sliding window is not counted: a layer that has one reads less.
+    """
+
+    tokens: int = 0
+    tokens_alone: int = 0
 
 
 @dataclass(frozen=True)
@@ -29,17 +47,28 @@ class AttentionBatch:
         page_table: page ids of each sequence, padded with NULL_PAGE. [num_seqs, max_pages] int32.
         seq_lens: KV length after this step. [num_seqs] int32.
         cu_seqlens_q: cumulative new tokens, first 0. [num_seqs + 1] int32.
+        runs: columns of the page table that several sequences share, as
+            `radixkv.groups.shared_runs` finds them; a backend may read them once, or ignore them.
+        reads: written by the backend when it runs the batch.
     """
 
     slot_mapping: Tensor
     page_table: Tensor
     seq_lens: Tensor
     cu_seqlens_q: Tensor
+    runs: tuple[SharedRun, ...] = ()
+    reads: KVReads = field(default_factory=KVReads)
 
     @cached_property
     def host_lens(self) -> tuple[list[int], list[int]]:
         """``seq_lens`` and ``cu_seqlens_q`` as lists (a host synchronisation on a GPU)."""
         return self.seq_lens.tolist(), self.cu_seqlens_q.tolist()
+
+    @cached_property
+    def query_lens(self) -> NDArray[np.int64]:
+        """New tokens of each sequence, on the host. [num_seqs] int64."""
+        starts = np.array(self.host_lens[1], dtype=np.int64)
+        return starts[1:] - starts[:-1]
 
 
 @dataclass(frozen=True)
