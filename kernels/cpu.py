@@ -119,6 +119,7 @@ _FIELDS = [
     "tile_queries",
     "partials_offset",
     "queries",
+    "most_rows",
 ]
 ARGS = np.dtype([(name, "i8") for name in _FIELDS] + [("scale", "f4"), ("softcap", "f4")])
 """What a kernel is told: addresses (bytes), strides (q, out, rows: elements; pages: bytes), sizes.
@@ -130,9 +131,10 @@ its first split among all partial results (-1: the task takes all splits by itse
 negative), [3] whether a row is not finite, [4] tokens read (of each KV head), then from COUNTERS
 on one a (partial result, KV head) for the merge.
 
-For shared splits ``tasks`` is [num_tasks, 4]: sequence whose pages are read, split, first query,
-number of queries; ``queries`` is [num_queries, 3] int32: row in q, position, number of its
-first split among all partial results; a task's positions ascend.
+For shared splits ``tasks`` is [num_tasks, 5]: sequence whose pages are read, first split, split
+after the last, first query, number of queries (``most_rows`` query rows at most); ``queries`` is
+[num_queries, 3] int32: row in q, position, number of its first split among all partial results;
+a task's positions ascend.
 """
 _ARGS_TYPE = numba.from_dtype(ARGS)
 _SIGNATURE = types.void(types.CPointer(_ARGS_TYPE))
@@ -2374,9 +2376,6 @@ def _shared_layout(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> tuple[dict
     sizes = {
         "row": 4 * LANES * len(_pieces(max(k_dim, v_dim))),
         "words": words,
-        "q": rows * (words + 64),
-        "q_scales": 4 * rows,
-        "q_sums": 4 * rows * k_groups,
         "k_rows": 8 * (SPLIT + PREFETCH_TOKENS),
         "v_rows": 8 * (SPLIT + PREFETCH_TOKENS),
         "k_factors": max(1, num_scales(k_fmt, k_dim)) * line,
@@ -2398,6 +2397,12 @@ def _shared_layout(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> tuple[dict
     return offsets, total
 
 
+def shared_scratch_bytes(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, most_rows: int) -> int:
+    """Bytes of scratch that each thread needs for tasks of ``most_rows`` query rows."""
+    kept = -(-4 * _num_pairs(k_fmt, k_dim) // 64) * 64 + 4 + 4 * num_groups(k_fmt, k_dim)
+    return _shared_layout(k_fmt, v_fmt, k_dim, v_dim)[1] + kept * (most_rows + _TILE_M)
+
+
 def make_shared(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
     """The kernel for whole splits that several query rows attend to: their partial results."""
     k_scales, v_scales = num_scales(k_fmt, k_dim), num_scales(v_fmt, v_dim)
@@ -2409,26 +2414,22 @@ def make_shared(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
     line, half_line, vectors = _DECODE_LINE, _DECODE_LINE // 2, SPLIT // LANES
     lanes, split_tokens, half_tile, ahead = LANES, SPLIT, _HALF_M, PREFETCH_TOKENS
     num_panels, num_blocks, num_pairs = SPLIT // _PANEL, SPLIT // 8, SPLIT // 2
-    at, _ = _shared_layout(k_fmt, v_fmt, k_dim, v_dim)
-    at_row, at_words, at_q, at_q_scales, at_q_sums, at_k_rows, at_v_rows = (
-        at[n] for n in ("row", "words", "q", "q_scales", "q_sums", "k_rows", "v_rows")
-    )
+    at, at_q = _shared_layout(k_fmt, v_fmt, k_dim, v_dim)
+    at_row, at_words, at_k_rows, at_v_rows = (at[n] for n in ("row", "words", "k_rows", "v_rows"))
     at_k_factors, at_v_factors, at_spare, at_scores, at_weights, at_worth, at_zeros = (
         at[n] for n in ("k_factors", "v_factors", "spare", "scores", "weights", "worth", "zeros")
     )
     at_targets, at_nowhere = at["targets"], at["nowhere"]
     at_k_panels, at_v_panels, most_rows = at["k_panels"], at["v_panels"], SHARED_ROWS
+    tile_m = _TILE_M
 
     def shared(pointer):  # type: ignore[no-untyped-def]
         args = carray(pointer, 1)[0]
         memory = args.scratch + _fetch_add(args.counters, 0) * args.scratch_bytes
-        row, words, q, q_scales = (
-            memory + at_row,
-            memory + at_words,
-            memory + at_q,
-            memory + at_q_scales,
-        )
-        q_sums, k_rows, v_rows = memory + at_q_sums, memory + at_k_rows, memory + at_v_rows
+        row, words, q = memory + at_row, memory + at_words, memory + at_q
+        q_scales = q + (args.most_rows + tile_m) * q_width
+        q_sums = q_scales + 4 * (args.most_rows + tile_m)
+        k_rows, v_rows = memory + at_k_rows, memory + at_v_rows
         k_factors, v_factors = memory + at_k_factors, memory + at_v_factors
         spare, scores, weights = memory + at_spare, memory + at_scores, memory + at_weights
         worth, zeros, targets = memory + at_worth, memory + at_zeros, memory + at_targets
@@ -2444,164 +2445,172 @@ def make_shared(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
             if number >= args.num_tasks * args.num_kv_heads:
                 break
             task, head = number // args.num_kv_heads, number % args.num_kv_heads
-            seq = np.int64(_get_i32(args.tasks, 4 * task))
-            split = np.int64(_get_i32(args.tasks, 4 * task + 1))
-            next_query = np.int64(_get_i32(args.tasks, 4 * task + 2))
-            after_query = next_query + np.int64(_get_i32(args.tasks, 4 * task + 3))
-            origin = split * split_tokens
-            if args.window > 0:
-                # Positions of a task's queries ascend: what the first does not see, none sees.
-                pos = np.int64(_get_i32(args.queries, 3 * next_query + 1))
-                if pos + 1 - args.window >= origin + split_tokens:
-                    for query in range(next_query, after_query):
-                        base = np.int64(_get_i32(args.queries, 3 * query + 2))
-                        for g in range(group):
-                            partial = args.partials + partial_bytes * (
-                                (head * group + g) * args.num_partials + base + split
-                            )
-                            _put_f32(partial, 0, np.float32(-np.inf))
-                            _put_f32(partial, 1, np.float32(0.0))
-                    continue
-            _count(args.counters, 4, split_tokens)
-            t = 0
-            while t < split_tokens:
-                page = np.int64(
-                    _get_i32(args.page_table, seq * args.table_row + (origin + t) // page_size)
-                )
-                if page < 0 or page >= args.num_pages:
-                    # Read as page 0; the call fails in the end.
-                    _put_i64(args.counters, 2, page + (1 if page >= 0 else 0))
-                    page = 0
-                k_source = args.k_scale + page * args.ks_page + head * args.ks_head
-                v_source = args.v_scale + page * args.vs_page + head * args.vs_head
-                if k_split:
-                    _split_scales(k_scales, k_source, k_factors + 4 * t, line, page_size)
-                else:
-                    _widen_scales(k_source, k_factors + 4 * t, page_size, np.float32(1.0))
-                if v_split:
-                    _split_scales(v_scales, v_source, v_factors + 4 * t, line, page_size)
-                else:
-                    _widen_scales(v_source, v_factors + 4 * t, page_size, np.float32(1.0))
-                k_page = args.k_pages + page * args.k_page + head * args.k_head
-                v_page = args.v_pages + page * args.v_page + head * args.v_head
-                for i in range(page_size):
-                    _put_i64(k_rows, t + i, k_page + i * k_row)
-                    _put_i64(v_rows, t + i, v_page + i * v_row)
-                t += page_size
-            for i in range(ahead):
-                _put_i64(k_rows, split_tokens + i, _get_i64(v_rows, i))
-                _put_i64(v_rows, split_tokens + i, _get_i64(v_rows, split_tokens - 1))
-            _pack_keys(k_fmt, k_dim, k_rows, num_blocks, ahead, k_panels)
-            _pack_values(v_fmt, v_dim, v_rows, num_pairs, ahead, v_panels)
-            while next_query < after_query:
-                first_query = next_query
-                num_queries = min(most_queries, after_query - first_query)
-                next_query += num_queries
-                num_rows = num_queries * group
-                num_halves = (num_rows + half_tile - 1) // half_tile
-                for r in range(num_rows):
-                    query, g = first_query + r // group, r % group
-                    token = np.int64(_get_i32(args.queries, 3 * query))
-                    _load_query(
-                        k_dim,
-                        args.q + 4 * (token * args.q_token + (head * group + g) * args.q_head),
-                        row,
-                        args.scale,
-                        args.rotate_k,
-                    )
-                    scale = _quantize_query(k_fmt, k_dim, row, words, q_sums + 4 * r * k_groups)
-                    _pair_query(k_fmt, k_dim, words, q + r * q_width)
-                    _put_f32(q_scales, r, scale)
-                    base = np.int64(_get_i32(args.queries, 3 * query + 2))
-                    partial = args.partials + partial_bytes * (
-                        (head * group + g) * args.num_partials + base + split
-                    )
-                    _put_i64(targets, r, partial + 4 * lanes)
-                for r in range(num_rows, num_halves * half_tile):
-                    # What these rows hold is multiplied, and dropped.
-                    _put_i64(targets, r, nowhere)
-                _score_panels(
-                    k_fmt,
+            seq = np.int64(_get_i32(args.tasks, 5 * task))
+            split = np.int64(_get_i32(args.tasks, 5 * task + 1))
+            after_split = np.int64(_get_i32(args.tasks, 5 * task + 2))
+            task_query = np.int64(_get_i32(args.tasks, 5 * task + 3))
+            after_query = task_query + np.int64(_get_i32(args.tasks, 5 * task + 4))
+            for r in range((after_query - task_query) * group):
+                token = np.int64(_get_i32(args.queries, 3 * (task_query + r // group)))
+                _load_query(
                     k_dim,
-                    q_width,
-                    line,
-                    q,
-                    q_scales,
-                    num_halves,
-                    k_panels,
-                    num_panels,
-                    k_factors,
-                    scores,
+                    args.q + 4 * (token * args.q_token + (head * group + r % group) * args.q_head),
+                    row,
+                    args.scale,
+                    args.rotate_k,
                 )
-                for r in range(num_rows):
-                    query = first_query + r // group
-                    pos = np.int64(_get_i32(args.queries, 3 * query + 1))
-                    skipped = np.int64(0)
-                    if args.window > 0:
-                        skipped = min(
-                            split_tokens, max(np.int64(0), pos + 1 - args.window - origin)
-                        )
-                    mine = scores + r * k_groups * line
+                scale = _quantize_query(k_fmt, k_dim, row, words, q_sums + 4 * r * k_groups)
+                _pair_query(k_fmt, k_dim, words, q + r * q_width)
+                _put_f32(q_scales, r, scale)
+            while split < after_split:
+                origin = split * split_tokens
+                if args.window > 0:
+                    # Positions of a task's queries ascend: what the first does not see, none sees.
+                    pos = np.int64(_get_i32(args.queries, 3 * task_query + 1))
+                    if pos + 1 - args.window >= origin + split_tokens:
+                        for query in range(task_query, after_query):
+                            base = np.int64(_get_i32(args.queries, 3 * query + 2))
+                            for g in range(group):
+                                partial = args.partials + partial_bytes * (
+                                    (head * group + g) * args.num_partials + base + split
+                                )
+                                _put_f32(partial, 0, np.float32(-np.inf))
+                                _put_f32(partial, 1, np.float32(0.0))
+                        split += 1
+                        continue
+                _count(args.counters, 4, split_tokens)
+                t = 0
+                while t < split_tokens:
+                    page = np.int64(
+                        _get_i32(args.page_table, seq * args.table_row + (origin + t) // page_size)
+                    )
+                    if page < 0 or page >= args.num_pages:
+                        # Read as page 0; the call fails in the end.
+                        _put_i64(args.counters, 2, page + (1 if page >= 0 else 0))
+                        page = 0
+                    k_source = args.k_scale + page * args.ks_page + head * args.ks_head
+                    v_source = args.v_scale + page * args.vs_page + head * args.vs_head
                     if k_split:
-                        for n in range(k_groups):
-                            _affine(
-                                mine,
-                                mine + n * line,
-                                k_factors + 2 * n * line,
-                                k_factors + (2 * n + 1) * line,
-                                _get_f32(q_scales, r),
-                                _get_f32(q_sums, r * k_groups + n),
-                                vectors,
+                        _split_scales(k_scales, k_source, k_factors + 4 * t, line, page_size)
+                    else:
+                        _widen_scales(k_source, k_factors + 4 * t, page_size, np.float32(1.0))
+                    if v_split:
+                        _split_scales(v_scales, v_source, v_factors + 4 * t, line, page_size)
+                    else:
+                        _widen_scales(v_source, v_factors + 4 * t, page_size, np.float32(1.0))
+                    k_page = args.k_pages + page * args.k_page + head * args.k_head
+                    v_page = args.v_pages + page * args.v_page + head * args.v_head
+                    for i in range(page_size):
+                        _put_i64(k_rows, t + i, k_page + i * k_row)
+                        _put_i64(v_rows, t + i, v_page + i * v_row)
+                    t += page_size
+                for i in range(ahead):
+                    _put_i64(k_rows, split_tokens + i, _get_i64(v_rows, i))
+                    _put_i64(v_rows, split_tokens + i, _get_i64(v_rows, split_tokens - 1))
+                _pack_keys(k_fmt, k_dim, k_rows, num_blocks, ahead, k_panels)
+                _pack_values(v_fmt, v_dim, v_rows, num_pairs, ahead, v_panels)
+                next_query = task_query
+                while next_query < after_query:
+                    first_query = next_query
+                    first_row = (first_query - task_query) * group
+                    num_queries = min(most_queries, after_query - first_query)
+                    next_query += num_queries
+                    num_rows = num_queries * group
+                    num_halves = (num_rows + half_tile - 1) // half_tile
+                    for r in range(num_rows):
+                        base = np.int64(_get_i32(args.queries, 3 * (first_query + r // group) + 2))
+                        partial = args.partials + partial_bytes * (
+                            (head * group + r % group) * args.num_partials + base + split
+                        )
+                        _put_i64(targets, r, partial + 4 * lanes)
+                    for r in range(num_rows, num_halves * half_tile):
+                        # What these rows hold is multiplied, and dropped.
+                        _put_i64(targets, r, nowhere)
+                    _score_panels(
+                        k_fmt,
+                        k_dim,
+                        q_width,
+                        line,
+                        q + first_row * q_width,
+                        q_scales + 4 * first_row,
+                        num_halves,
+                        k_panels,
+                        num_panels,
+                        k_factors,
+                        scores,
+                    )
+                    for r in range(num_rows):
+                        query = first_query + r // group
+                        pos = np.int64(_get_i32(args.queries, 3 * query + 1))
+                        skipped = np.int64(0)
+                        if args.window > 0:
+                            skipped = min(
+                                split_tokens, max(np.int64(0), pos + 1 - args.window - origin)
                             )
-                    if args.softcap > 0:
-                        _cap(mine, args.softcap, vectors)
-                    if args.slopes != 0:
-                        slope = _get_f32(args.slopes, head * group + r % group)
-                        for i in range(split_tokens):
-                            bias = slope * np.float32(origin + i - pos)
-                            _put_f32(mine, i, _get_f32(mine, i) + bias)
-                    for i in range(skipped):
-                        _put_f32(mine, i, np.float32(-np.inf))
-                    largest, total = np.float32(-np.inf), np.float32(0.0)
-                    if skipped < split_tokens:
-                        largest = _largest(mine, vectors)
-                    partial = _get_i64(targets, r) - 4 * lanes
-                    if skipped == split_tokens:
-                        _fill(mine, np.float32(0.0), vectors)
-                    elif v_split:
-                        total = _exponentiate(mine, largest, vectors)
-                        _put_f32(partial, 1, total)
-                    for n in range(v_groups):
-                        weight_row = r * v_groups + n
-                        scales = v_factors + 2 * n * line
-                        source = spare
-                        if v_split or skipped == split_tokens:
-                            heaviest = _products(spare, mine, scales, vectors)
-                        else:
-                            heaviest = _weigh(mine, largest, scales, vectors, partial + 4)
-                            source = mine
-                        factor = np.float32(0.0)
-                        if heaviest > 0:
-                            factor = np.float32(32767.0) / heaviest
-                        _quantize_weights(source, weights + weight_row * half_line, factor, vectors)
-                        _put_f32(worth, weight_row, heaviest / np.float32(32767.0))
-                        if v_split:
-                            _put_f32(zeros, weight_row, _dot(mine, scales + line, vectors))
-                    _put_f32(partial, 0, largest)
-                    if skipped == split_tokens:
-                        _put_f32(partial, 1, np.float32(0.0))
-                _sum_panels(
-                    v_fmt,
-                    v_dim,
-                    half_line,
-                    weights,
-                    num_halves,
-                    v_panels,
-                    num_pairs,
-                    worth,
-                    zeros,
-                    targets,
-                )
+                        mine = scores + r * k_groups * line
+                        if k_split:
+                            for n in range(k_groups):
+                                _affine(
+                                    mine,
+                                    mine + n * line,
+                                    k_factors + 2 * n * line,
+                                    k_factors + (2 * n + 1) * line,
+                                    _get_f32(q_scales, first_row + r),
+                                    _get_f32(q_sums, (first_row + r) * k_groups + n),
+                                    vectors,
+                                )
+                        if args.softcap > 0:
+                            _cap(mine, args.softcap, vectors)
+                        if args.slopes != 0:
+                            slope = _get_f32(args.slopes, head * group + r % group)
+                            for i in range(split_tokens):
+                                bias = slope * np.float32(origin + i - pos)
+                                _put_f32(mine, i, _get_f32(mine, i) + bias)
+                        for i in range(skipped):
+                            _put_f32(mine, i, np.float32(-np.inf))
+                        largest, total = np.float32(-np.inf), np.float32(0.0)
+                        if skipped < split_tokens:
+                            largest = _largest(mine, vectors)
+                        partial = _get_i64(targets, r) - 4 * lanes
+                        if skipped == split_tokens:
+                            _fill(mine, np.float32(0.0), vectors)
+                        elif v_split:
+                            total = _exponentiate(mine, largest, vectors)
+                            _put_f32(partial, 1, total)
+                        for n in range(v_groups):
+                            weight_row = r * v_groups + n
+                            scales = v_factors + 2 * n * line
+                            source = spare
+                            if v_split or skipped == split_tokens:
+                                heaviest = _products(spare, mine, scales, vectors)
+                            else:
+                                heaviest = _weigh(mine, largest, scales, vectors, partial + 4)
+                                source = mine
+                            factor = np.float32(0.0)
+                            if heaviest > 0:
+                                factor = np.float32(32767.0) / heaviest
+                            _quantize_weights(
+                                source, weights + weight_row * half_line, factor, vectors
+                            )
+                            _put_f32(worth, weight_row, heaviest / np.float32(32767.0))
+                            if v_split:
+                                _put_f32(zeros, weight_row, _dot(mine, scales + line, vectors))
+                        _put_f32(partial, 0, largest)
+                        if skipped == split_tokens:
+                            _put_f32(partial, 1, np.float32(0.0))
+                    _sum_panels(
+                        v_fmt,
+                        v_dim,
+                        half_line,
+                        weights,
+                        num_halves,
+                        v_panels,
+                        num_pairs,
+                        worth,
+                        zeros,
+                        targets,
+                    )
+                split += 1
 
     return cfunc(_SIGNATURE, cache=True, error_model="numpy")(shared)
 
@@ -3005,7 +3014,8 @@ class Pass:
         rows: tasks of the decode kernel. [n, 5] int32.
         num_partials: partial results of a query head.
         names: which of "decode" and "extend" the rows are.
-        shared: tasks of whole splits that several queries read. [n, 4] int32.
+        shared: tasks of whole splits that several queries read. [n, 5] int32.
+        most_rows: query rows of the largest of those.
         queries: the queries of those, task by task. [m, 3] int32.
         done: first partial result and number of shared splits of each decode row that has
             some. [n, 2] int64.
@@ -3015,6 +3025,7 @@ class Pass:
     num_partials: int
     names: tuple[str, ...]
     shared: np.ndarray
+    most_rows: int
     queries: np.ndarray
     done: np.ndarray
 
@@ -3082,13 +3093,14 @@ def make_plan(
         if rows:
             members = np.array(queries, np.int32).reshape(-1, 4)
             tasks, members = _shared_tasks(shared, members, group, num_kv_heads)
-            tokens += SPLIT * len(tasks)
+            tokens += SPLIT * int((tasks[:, 2] - tasks[:, 1]).sum())
             passes.append(
                 Pass(
                     np.array(rows, np.int32).reshape(-1, 5),
                     num_partials,
                     tuple(sorted(names)),
                     tasks,
+                    group * int(tasks[:, 4].max(initial=0)),
                     members,
                     np.array(done, np.int64).reshape(-1, 2),
                 )
@@ -3160,8 +3172,11 @@ def _shared_tasks(
     tasks: list[np.ndarray] = []
     members: list[np.ndarray] = []
     num_members = 0
-    num_splits = sum(stop - start for _, start, stop in shared)
-    parts = -(-3 * torch.get_num_threads() // max(1, num_splits * num_kv_heads))
+    num_threads = torch.get_num_threads()
+    num_splits = num_kv_heads * sum(stop - start for _, start, stop in shared)
+    parts = -(-3 * num_threads // max(1, num_splits))
+    # A task quantizes its queries once for all of its splits.
+    step = max(1, min(8, num_splits // (8 * num_threads)))
     for seqs, start, stop in shared:
         mine = queries[np.isin(queries[:, 3], seqs)]
         if not len(mine):
@@ -3169,15 +3184,16 @@ def _shared_tasks(
         mine = mine[np.argsort(mine[:, 1], kind="stable")]
         pieces = max(1, min(parts, len(mine) * group // SHARED_ROWS))
         bounds = np.linspace(0, len(mine), pieces + 1).astype(np.int64)
-        splits, firsts = np.meshgrid(np.arange(start, stop), bounds[:-1], indexing="ij")
-        counts = np.broadcast_to(np.diff(bounds), splits.shape)
+        splits, firsts = np.meshgrid(np.arange(start, stop, step), bounds[:-1], indexing="ij")
         owner = np.full(splits.shape, seqs[0])
-        task = np.stack([owner, splits, firsts + num_members, counts], axis=-1)
-        tasks.append(task.reshape(-1, 4))
+        counts = np.broadcast_to(np.diff(bounds), splits.shape)
+        after = np.minimum(splits + step, stop)
+        task = np.stack([owner, splits, after, firsts + num_members, counts], axis=-1)
+        tasks.append(task.reshape(-1, 5))
         members.append(mine[:, :3])
         num_members += len(mine)
     if not tasks:
-        return np.zeros((0, 4), np.int32), np.zeros((0, 3), np.int32)
+        return np.zeros((0, 5), np.int32), np.zeros((0, 3), np.int32)
     return (
         np.concatenate(tasks).astype(np.int32),
         np.ascontiguousarray(np.concatenate(members), np.int32),
@@ -3307,8 +3323,9 @@ def attend(
         counters = np.zeros(COUNTERS + step.num_partials * num_kv_heads, np.int64)
         if len(step.shared):
             kernel = _kernel(make_shared, *sizes)
-            scratch = _shared_layout(*sizes)[1]
-            run("shared", kernel, step.shared, scratch, queries=step.queries.ctypes.data, **kept)
+            scratch = shared_scratch_bytes(*sizes, step.most_rows)
+            members = {"queries": step.queries.ctypes.data, "most_rows": step.most_rows}
+            run("shared", kernel, step.shared, scratch, **members, **kept)
             # The splits that are done count for the merge.
             merged = counters[COUNTERS:].reshape(-1, num_kv_heads)
             merged[step.done[:, 0]] = step.done[:, 1:]
