@@ -339,6 +339,26 @@ def _attend_block(
     return out[:, : group * num_queries].view(num_kv_heads, group, num_queries, -1)
 
 
+def _read_pages(codec: KVCodec, layer: LayerPages, page_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows of K and of V of whole pages, as `read_rows` gives them."""
+    return (
+        read_rows(codec.k_format, layer.k_pages, layer.k_scale, page_ids),
+        read_rows(codec.v_format, layer.v_pages, layer.v_scale, page_ids),
+    )
+
+
+def _read_runs(
+    codec: KVCodec, layer: LayerPages, batch: AttentionBatch
+) -> list[tuple[list[tuple[Tensor, Tensor]], int]]:
+    """For each sequence the rows of its shared runs, each read once, and the column after them."""
+    shared: list[tuple[list[tuple[Tensor, Tensor]], int]] = [([], 0) for _ in batch.host_lens[0]]
+    for run in batch.runs:
+        rows = _read_pages(codec, layer, batch.page_table[run.seqs[0], run.start : run.stop].long())
+        for seq in run.seqs.tolist():
+            shared[seq] = ([*shared[seq][0], rows], run.stop)
+    return shared
+
+
 def paged_attention(
     codec: KVCodec, layer: LayerPages, q: Tensor, batch: AttentionBatch, rule: ScoreRule
 ) -> Tensor:
@@ -356,14 +376,20 @@ def paged_attention(
         queries = rotate_rows(queries)
     page_size = layer.k_pages.shape[2]
     seq_lens, cu_seqlens_q = batch.host_lens
+    shared = _read_runs(codec, layer, batch)
+    batch.reads.tokens_alone = sum(seq_lens)
+    batch.reads.tokens = sum(seq_lens) - page_size * sum(
+        (len(run.seqs) - 1) * (run.stop - run.start) for run in batch.runs
+    )
     outs = []
     for i, seq_len in enumerate(seq_lens):
         num_pages, num_slots = -(-seq_len // page_size), -(-seq_len // TILE) * TILE
-        page_ids = batch.page_table[i, :num_pages].long()
+        parts, start = shared[i]
+        page_ids = batch.page_table[i, start:num_pages].long()
         # Whole tiles are read; what is behind the last token may be anything, NaN too.
         page_ids = F.pad(page_ids, (0, -(-num_slots // page_size) - num_pages))
-        k = read_rows(codec.k_format, layer.k_pages, layer.k_scale, page_ids)
-        v = read_rows(codec.v_format, layer.v_pages, layer.v_scale, page_ids)
+        parts = [*parts, _read_pages(codec, layer, page_ids)]
+        k, v = (torch.cat(rows, dim=1) for rows in zip(*parts, strict=True))
         k[:, seq_len:] = 0
         v[:, seq_len:] = 0
         rows = queries[cu_seqlens_q[i] : cu_seqlens_q[i + 1]].transpose(0, 1)
