@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Collection, Hashable, Iterator
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, fields
@@ -176,11 +176,7 @@ class Engine:
         self._live: dict[Request, None] = {}
         self._branches: weakref.WeakSet[Branch] = weakref.WeakSet()
         self._pid = os.getpid()
-        self._totals: dict[str, int] = dict.fromkeys(
-            ("done", "failed", "aborted", "prompt", "cached", "prefill", "decode", "steps")
-            + ("kv_read", "kv_alone"),
-            0,
-        )
+        self._totals: Counter[str] = Counter()
         self._ttfts: deque[float] = deque(maxlen=_HISTORY)
         self._gaps: deque[float] = deque(maxlen=_HISTORY)
         self._batches: deque[tuple[int, int]] = deque(maxlen=_HISTORY)

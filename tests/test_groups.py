@@ -17,6 +17,7 @@ from radixkv import costs, reference
 from radixkv.attention import get_backend
 from radixkv.cache import Lease, PrefixCache
 from radixkv.config import KVConfig
+from radixkv.engine import Engine
 from radixkv.groups import SharedRun, find_runs
 from radixkv.quant import KVCodec, KVSpec, hadamard
 from radixkv.reference import KVReads, ScoreRule
@@ -455,3 +456,49 @@ def test_the_measurement_finds_a_gain_for_many_queries(no_costs) -> None:
     (entry,) = json.loads(costs.path().read_text())["entries"].values()
     assert set(entry) == {"saved_s", "fixed_s", "step_s"}
     assert entry["step_s"] > 0
+
+
+# ---------------------------------------------------------------- the engine
+
+
+@pytest.fixture(scope="module")
+def long_model():
+    """A tiny Llama with room for several splits."""
+    import transformers as tf
+
+    config = tf.LlamaConfig(
+        vocab_size=500,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+    )
+    torch.manual_seed(0)
+    return tf.LlamaForCausalLM(config).eval()
+
+
+def test_an_engine_gives_the_same_tokens_and_scores_with_shared_runs(long_model) -> None:
+    prompt = [(7 + 13 * i) % 500 for i in range(1100)]
+    continuations = [[5 + i, 6, 7 + i] for i in range(5)]
+    answers = []
+    for mode in ("never", "always"):
+        kv = KVConfig(capacity="4MiB", shared_prefix=mode)
+        with Engine(long_model, kv=kv, backend="cpu") as engine:
+            result = engine.generate(prompt, n=4, max_new_tokens=6, temperature=1.0, seed=3)
+            before = engine.stats()
+            scores = engine.score(prompt, continuations)
+            stats = engine.stats()
+            answers.append(
+                ([s.token_ids for s in result.samples], [s.token_logprobs for s in scores])
+            )
+            read = stats.kv_bytes_read - before.kv_bytes_read
+            alone = stats.kv_bytes_alone - before.kv_bytes_alone
+            assert stats.kv_bytes_alone > 0
+            if mode == "never":
+                assert stats.kv_bytes_read == stats.kv_bytes_alone
+            else:
+                assert stats.kv_bytes_read < stats.kv_bytes_alone
+                assert read < 0.5 * alone, "continuations of one prompt read it once"
+    assert answers[0] == answers[1]
