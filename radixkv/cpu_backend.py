@@ -132,24 +132,25 @@ def _cost_key(codec: KVCodec, group: int) -> str:
 
 
 def _measure(codec: KVCodec, formats: tuple[int, int], group: int) -> costs.SharingCost:
-    """Time a few small steps, shared and not, on pages of zeros. Takes a tenth of a second."""
-    num_heads, page_size = 2, codec.config.page_size
+    """Time a few small steps, shared and not, on pages of zeros; about 0.2 s."""
+    # So many heads that the pages do not stay in the nearest cache from query to query.
+    num_heads, num_splits, page_size = 8, 2, codec.config.page_size
     pages_a_split = cpu.SPLIT // page_size
-    queries, rounds = (2, 24), 7
+    queries, rounds = (2, 16), 3
 
     def pages(form: KVFormat) -> tuple[Tensor, Tensor]:
-        shape = (2 * pages_a_split + 1, num_heads, page_size)
+        shape = (num_splits * pages_a_split + 1, num_heads, page_size)
         codes = torch.zeros(*shape, form.code_width, dtype=form.code_dtype)
         return codes, torch.ones(*shape, form.num_scales, dtype=SCALE_DTYPE)
 
     (k_pages, k_scale), (v_pages, v_scale) = pages(codec.k_format), pages(codec.v_format)
     layer = LayerPages(k_pages, v_pages, k_scale, v_scale)
-    table = torch.arange(2 * pages_a_split + 1, dtype=torch.int32).repeat(max(queries), 1)
+    table = torch.arange(len(k_pages), dtype=torch.int32).repeat(max(queries), 1)
 
-    def step(num_seqs: int, num_splits: int, share: bool, num_threads: int) -> Callable[[], object]:
-        seq_lens = [num_splits * cpu.SPLIT + 1] * num_seqs
+    def step(num_seqs: int, splits: int, share: bool, num_threads: int) -> Callable[[], object]:
+        seq_lens = [splits * cpu.SPLIT + 1] * num_seqs
         starts = list(range(num_seqs + 1))
-        shared = [(np.arange(num_seqs), 0, num_splits)] if share else []
+        shared = [(np.arange(num_seqs), 0, splits)] if share else []
         return partial(
             cpu.attend,
             layer,
@@ -158,31 +159,36 @@ def _measure(codec: KVCodec, formats: tuple[int, int], group: int) -> costs.Shar
             table[:num_seqs],
             torch.tensor(seq_lens, dtype=torch.int32),
             torch.tensor(starts, dtype=torch.int32),
-            cpu.make_plan(seq_lens, starts, group, in_rows=True, shared=shared),
+            # As with many heads, whose splits are not cut further to give every thread some work.
+            cpu.make_plan(
+                seq_lens, starts, group, in_rows=True, shared=shared, num_kv_heads=1 << 10
+            ),
             softmax_scale=1.0,
             v_head_dim=codec.v_format.head_dim,
             rotate=(codec.rotate_k, codec.rotate_v),
             num_threads=num_threads,
         )
 
-    steps = [step(n, 2, share, 1) for n in queries for share in (False, True)]
-    for call in steps:
-        call()
-    taken = np.empty((rounds, len(steps)))
-    for row in taken:
-        for i, call in enumerate(steps):
-            begin = time.thread_time()
-            call()
-            row[i] = time.thread_time() - begin
-    # Waking the threads once more is what a step that shares pays; this does little else.
-    wake, waits = step(1, 0, False, torch.get_num_threads()), []
-    for _ in range(rounds):
-        begin = time.perf_counter()
-        wake()
-        waits.append(time.perf_counter() - begin)
-    best = taken.min(axis=0) / (2 * num_heads)
-    few, many = ((n, float(best[2 * i] - best[2 * i + 1])) for i, n in enumerate(queries))
-    return costs.SharingCost.fit(few, many, float(np.median(waits)))
+    def least(calls: list[Callable[[], object]], clock: Callable[[], float]) -> list[float]:
+        taken = np.empty((rounds + 1, len(calls)))  # the first round is for the caches
+        for row in taken:
+            for i, call in enumerate(calls):
+                begin = clock()
+                call()
+                row[i] = clock() - begin
+        return [float(seconds) for seconds in taken[1:].min(axis=0)]
+
+    # What a call costs that does next to nothing: a step that shares makes one more.
+    (call_s,) = least([step(1, 0, False, 1)], time.thread_time)
+    (step_s,) = least([step(1, 0, False, torch.get_num_threads())], time.perf_counter)
+    steps = [step(n, num_splits, share, 1) for n in queries for share in (False, True)]
+    alone_few, few, alone_many, many = least(steps, time.thread_time)
+    stretches = num_splits * num_heads
+    return costs.SharingCost.fit(
+        (queries[0], (alone_few - few + call_s) / stretches),
+        (queries[1], (alone_many - many + call_s) / stretches),
+        step_s,
+    )
 
 
 def paged_attention(
