@@ -1552,9 +1552,18 @@ _HALF_M = _TILE_M // 2  # rows come in tiles of _TILE_M, and a last one of half 
 SHARED_ROWS = 32  # query rows (tokens x heads) that are scored at once, to stay in cache
 
 
-def shares(formats: tuple[int, int], head_dim: int, v_head_dim: int) -> bool:
+def shares_in_pairs(formats: tuple[int, int], head_dim: int, v_head_dim: int) -> bool:
     """Whether rows of these formats can be read once for several queries, bit for bit."""
     return in_pairs(formats[0], head_dim) and in_pairs(formats[1], v_head_dim)
+
+
+def shares(formats: tuple[int, int], head_dim: int, v_head_dim: int) -> bool:
+    """Whether rows of these formats can be read once for several queries.
+
+    Formats that decode reads as floats are: to float rounding, and single new tokens alone.
+    """
+    in_floats = not extends_in_rows(formats)
+    return in_floats or shares_in_pairs(formats, head_dim, v_head_dim)
 
 
 def _num_pairs(fmt: int, head_dim: int) -> int:
@@ -2615,15 +2624,20 @@ def make_shared(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
     return cfunc(_SIGNATURE, cache=True, error_model="numpy")(shared)
 
 
-def make_extend(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
-    """The kernel for sequences with several new tokens, or with many query heads a KV head."""
+def make_extend(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, shared: int = 0) -> Any:
+    """The kernel for sequences with several new tokens, or with many query heads a KV head.
+
+    With ``shared``: for whole splits that queries of several sequences attend to, as
+    `make_shared`, in floats; all splits of a task become one partial result, at its first.
+    """
     k_scales, v_scales = num_scales(k_fmt, k_dim), num_scales(v_fmt, v_dim)
     k_row, v_row = _row_bytes(k_fmt, k_dim), _row_bytes(v_fmt, v_dim)
     k_vectors, v_vectors = len(_pieces(k_dim)), len(_pieces(v_dim))
     k_width, v_width = 4 * LANES * k_vectors, 4 * LANES * v_vectors
     k_factor, v_factor = _factor(k_fmt), _factor(v_fmt)
     lanes, tile_m, tile = LANES, _TILE_M, TILE
-    tile_rows = TILE_ROWS
+    tile_rows, split_tokens = TILE_ROWS, SPLIT
+    partial_bytes = 4 * partial_floats(v_dim)
 
     def extend(pointer):  # type: ignore[no-untyped-def]
         args = carray(pointer, 1)[0]
@@ -2653,6 +2667,10 @@ def make_extend(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
             begin = np.int64(_get_i32(args.cu_seqlens_q, seq))
             query_len = np.int64(_get_i32(args.cu_seqlens_q, seq + 1)) - begin
             num_queries = min(queries, query_len - first_query)
+            split, after_split = first_query, np.int64(_get_i32(args.tasks, 5 * task + 2))
+            if shared:
+                first_query = np.int64(_get_i32(args.tasks, 5 * task + 3))
+                num_queries = np.int64(_get_i32(args.tasks, 5 * task + 4))
             num_rows = num_queries * group
             row_vectors = (num_rows + lanes - 1) // lanes
             rows = row_vectors * lanes
@@ -2660,21 +2678,20 @@ def make_extend(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
             # Queries lie transposed, [head_dim, rows]: a score tile is K times that.
             for r in range(num_rows):
                 query, g = r // group, r % group
+                token, pos = begin + first_query + query, first_pos + query
+                if shared:
+                    token = np.int64(_get_i32(args.queries, 3 * (first_query + query)))
+                    pos = np.int64(_get_i32(args.queries, 3 * (first_query + query) + 1))
                 _load_query(
                     k_dim,
-                    args.q
-                    + 4
-                    * (
-                        (begin + first_query + query) * args.q_token
-                        + (head * group + g) * args.q_head
-                    ),
+                    args.q + 4 * (token * args.q_token + (head * group + g) * args.q_head),
                     row_floats,
                     args.scale,
                     args.rotate_k,
                 )
                 for e in range(k_dim):
                     _put_f32(q, e * rows + r, _get_f32(row_floats, e))
-                _put_i32(query_pos, r, np.int32(first_pos + query))
+                _put_i32(query_pos, r, np.int32(pos))
             for r in range(num_rows, rows):
                 for e in range(k_dim):
                     _put_f32(q, e * rows + r, np.float32(0.0))
@@ -2685,6 +2702,8 @@ def make_extend(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
             window = args.window if args.window > 0 else np.int64(1 << 30)
             end = first_pos + num_queries
             start = max(np.int64(0), first_pos + 1 - window) // tile * tile
+            if shared:
+                start, end = split * split_tokens, after_split * split_tokens
             t = start
             while t < end:
                 num = min(tile, end - t)
@@ -2790,6 +2809,17 @@ def make_extend(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
                 query, q_head = r // group, head * group + r % group
                 partial = acc + r * v_width
                 m, total = _get_f32(stats, r), _get_f32(stats, rows + r)
+                if shared:
+                    base = np.int64(_get_i32(args.queries, 3 * (first_query + query) + 2))
+                    place = args.partials + partial_bytes * (
+                        q_head * args.num_partials + base + split
+                    )
+                    for i in range(1, after_split - split):
+                        _put_f32(place + i * partial_bytes, 0, np.float32(-np.inf))
+                    _put_f32(place, 0, m)
+                    _put_f32(place, 1, total)
+                    _copy_words(partial, place + 4 * lanes, v_width // 8)
+                    continue
                 sink = np.float32(-np.inf)
                 if args.sinks != 0:
                     sink = _get_f32(args.sinks, q_head)
@@ -3092,7 +3122,8 @@ def make_plan(
         nonlocal num_partials, num_kept, tokens
         if rows:
             members = np.array(queries, np.int32).reshape(-1, 4)
-            tasks, members = _shared_tasks(shared, members, group, num_kv_heads)
+            most = 1 << 30 if in_rows else max(1, TILE_ROWS // group)
+            tasks, members = _shared_tasks(shared, members, group, num_kv_heads, most)
             tokens += SPLIT * int((tasks[:, 2] - tasks[:, 1]).sum())
             passes.append(
                 Pass(
@@ -3164,10 +3195,12 @@ def _shared_tasks(
     queries: np.ndarray,
     group: int,
     num_kv_heads: int,
+    most_queries: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The tasks of shared splits for these queries, and the queries in the order of the tasks.
 
-    A split is read once, unless that leaves threads without work.
+    A split is read once, unless that leaves threads without work, or there are more queries than
+    a task can hold.
     """
     tasks: list[np.ndarray] = []
     members: list[np.ndarray] = []
@@ -3182,7 +3215,7 @@ def _shared_tasks(
         if not len(mine):
             continue
         mine = mine[np.argsort(mine[:, 1], kind="stable")]
-        pieces = max(1, min(parts, len(mine) * group // SHARED_ROWS))
+        pieces = max(1, min(parts, len(mine) * group // SHARED_ROWS), -(-len(mine) // most_queries))
         bounds = np.linspace(0, len(mine), pieces + 1).astype(np.int64)
         splits, firsts = np.meshgrid(np.arange(start, stop, step), bounds[:-1], indexing="ij")
         owner = np.full(splits.shape, seqs[0])
@@ -3322,8 +3355,12 @@ def attend(
         kept = {"partials": partials, "num_partials": step.num_partials}
         counters = np.zeros(COUNTERS + step.num_partials * num_kv_heads, np.int64)
         if len(step.shared):
-            kernel = _kernel(make_shared, *sizes)
-            scratch = shared_scratch_bytes(*sizes, step.most_rows)
+            if extends_in_rows(formats):
+                kernel = _kernel(make_shared, *sizes)
+                scratch = shared_scratch_bytes(*sizes, step.most_rows)
+            else:
+                kernel = _kernel(make_extend, *sizes, 1)
+                scratch = extend_scratch_bytes(*sizes, group)
             members = {"queries": step.queries.ctypes.data, "most_rows": step.most_rows}
             run("shared", kernel, step.shared, scratch, **members, **kept)
             # The splits that are done count for the merge.

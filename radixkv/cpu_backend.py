@@ -71,10 +71,10 @@ def _plan(codec: KVCodec, formats: tuple[int, int], batch: AttentionBatch, group
     spec, mode = codec.spec, codec.config.shared_prefix
     can = cpu.shares(formats, codec.k_format.head_dim, codec.v_format.head_dim)
     if mode != "never" and can and group <= cpu.MAX_DECODE_GROUP:
-        shared = _shared_splits(batch, codec.config.page_size)
+        shared = _shared_splits(batch, codec.config.page_size, cpu.extends_in_rows(formats))
     if shared and mode == "auto":
         cost = costs.sharing_cost(_cost_key(codec, group), lambda: _measure(codec, formats, group))
-        shared = _worthwhile(shared, batch.query_lens, cost, spec.num_kv_heads)
+        shared = _worthwhile(shared, batch, cost, spec.num_kv_heads)
     return cpu.make_plan(
         *batch.host_lens,
         group,
@@ -87,21 +87,23 @@ def _plan(codec: KVCodec, formats: tuple[int, int], batch: AttentionBatch, group
 _Splits = list[tuple[NDArray[np.int64], int, int]]
 
 
-def _shared_splits(batch: AttentionBatch, page_size: int) -> _Splits:
+def _shared_splits(batch: AttentionBatch, page_size: int, chunks: bool) -> _Splits:
     """The runs of whole splits that several new tokens see: sequences, first split, and after.
 
     A split belongs to the run in which it ends: that run's sequences share all before it, too.
+    Without ``chunks``, sequences with several new tokens have no part in it.
     """
     query_lens = batch.query_lens
     shared: _Splits = []
     ends = np.zeros(len(query_lens), np.int64)
     for run in batch.runs:
         start, stop = run.start * page_size // cpu.SPLIT, run.stop * page_size // cpu.SPLIT
-        if stop > start:
-            shared.append((run.seqs, start, stop))
-            ends[run.seqs] = stop
+        seqs = run.seqs if chunks else run.seqs[query_lens[run.seqs] == 1]
+        if stop > start and len(seqs) > 1:
+            shared.append((seqs, start, stop))
+            ends[seqs] = stop
     # The tokens of one chunk share what lies before it.
-    for seq in np.flatnonzero(query_lens > 1).tolist():
+    for seq in np.flatnonzero(query_lens > 1).tolist() if chunks else ():
         after = (batch.host_lens[0][seq] - int(query_lens[seq])) // cpu.SPLIT
         if after > ends[seq]:
             shared.append((np.array([seq]), int(ends[seq]), after))
@@ -109,12 +111,12 @@ def _shared_splits(batch: AttentionBatch, page_size: int) -> _Splits:
 
 
 def _worthwhile(
-    shared: _Splits, query_lens: NDArray[np.int64], cost: costs.SharingCost, num_kv_heads: int
+    shared: _Splits, batch: AttentionBatch, cost: costs.SharingCost, num_kv_heads: int
 ) -> _Splits:
     """Those that save time; all of a sequence's splits before one of them do, too."""
     kept, gain_s = [], 0.0
     for seqs, start, stop in shared:
-        gain = cost.gain_s(int(query_lens[seqs].sum()))
+        gain = cost.gain_s(int(batch.query_lens[seqs].sum()))
         if gain > 0:
             kept.append((seqs, start, stop))
             gain_s += gain * (stop - start) * num_kv_heads
@@ -161,7 +163,12 @@ def _measure(codec: KVCodec, formats: tuple[int, int], group: int) -> costs.Shar
             torch.tensor(starts, dtype=torch.int32),
             # As with many heads, whose splits are not cut further to give every thread some work.
             cpu.make_plan(
-                seq_lens, starts, group, in_rows=True, shared=shared, num_kv_heads=1 << 10
+                seq_lens,
+                starts,
+                group,
+                in_rows=cpu.extends_in_rows(formats),
+                shared=shared,
+                num_kv_heads=1 << 10,
             ),
             softmax_scale=1.0,
             v_head_dim=codec.v_format.head_dim,
@@ -197,7 +204,7 @@ def paged_attention(
     """Attend new tokens to stored pages; see `radixkv.reference.paged_attention`.
 
     Runs of ``batch.runs`` are read once where `KVConfig.shared_prefix` says so; that changes no
-    bit of the result.
+    bit of the result (formats that are read as floats: what float rounding does).
 
     Accuracy: float32 arithmetic; a sequence's result does not depend on the rest of the batch.
     """
