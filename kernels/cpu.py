@@ -120,6 +120,8 @@ _FIELDS = [
     "num_tokens",
     "tile_queries",
     "partials_offset",
+    "queries",
+    "most_rows",
 ]
 ARGS = np.dtype([(name, "i8") for name in _FIELDS] + [("scale", "f4"), ("softcap", "f4")])
 """What a kernel is told: addresses (bytes), strides (q, out, rows: elements; pages: bytes), sizes.
@@ -128,8 +130,13 @@ ARGS = np.dtype([(name, "i8") for name in _FIELDS] + [("scale", "f4"), ("softcap
 its first split among all partial results (-1: the task takes all splits by itself).
 
 ``counters`` is int64: [0] threads begun, [1] next task, [2] a bad page or slot (+ 1 if not
-negative), [3] whether a row is not finite, then from COUNTERS on one a (partial result, KV
-head) for the merge.
+negative), [3] whether a row is not finite, [4] tokens read (of each KV head), then from COUNTERS
+on one a (partial result, KV head) for the merge.
+
+For shared splits ``tasks`` is [num_tasks, 5]: sequence whose pages are read, first split, split
+after the last, first query, number of queries (``most_rows`` query rows at most); ``queries`` is
+[num_queries, 3] int32: row in q, position, number of its first split among all partial results;
+a task's positions ascend.
 """
 _ARGS_TYPE = numba.from_dtype(ARGS)
 _SIGNATURE = types.void(types.CPointer(_ARGS_TYPE))
@@ -456,6 +463,18 @@ def _fetch_add(typingctx: Any, address: Any, index: Any) -> Any:
         return b.atomic_rmw("add", place, ir.Constant(_I64, 1), "seq_cst")
 
     return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def _count(typingctx: Any, address: Any, index: Any, number: Any) -> Any:
+    """Add a number to the int64 at address[index] atomically."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        place = b.inttoptr(b.add(args[0], b.mul(args[1], ir.Constant(_I64, 8))), _I64.as_pointer())
+        b.atomic_rmw("add", place, args[2], "monotonic")
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
 
 
 # ---------------------------------------------------------------- intrinsics: vectors
@@ -1595,6 +1614,370 @@ def _combine_halves(b: Any, vectors: list[Any], combine: Callable[[Any, Any, Any
         half = len(vectors) // 2
         vectors = [combine(b, x, y) for x, y in zip(vectors[:half], vectors[half:], strict=True)]
     return vectors[0]
+# ---------------------------------------------------------------- shared splits
+# Many query rows over one split: rows of K and V are unpacked once, into panels whose vectors hold
+# what a product needs next, and every row is a chain of `_multiply_pairs` over them. The sums are
+# exact integers, hence those of `_score_pairs` and `_add_pairs`, and what follows them is the
+# same arithmetic: a row's bits do not tell whether its split was shared.
+
+_PANEL = 2 * LANES  # keys (of K) or columns (of V) of a panel
+_HALF_M = _TILE_M // 2  # rows come in tiles of _TILE_M, and a last one of half as many
+SHARED_ROWS = 32  # query rows (tokens x heads) that are scored at once, to stay in cache
+
+
+def shares_in_pairs(formats: tuple[int, int], head_dim: int, v_head_dim: int) -> bool:
+    """Whether rows of these formats can be read once for several queries, bit for bit."""
+    return in_pairs(formats[0], head_dim) and in_pairs(formats[1], v_head_dim)
+
+
+def shares(formats: tuple[int, int], head_dim: int, v_head_dim: int) -> bool:
+    """Whether rows of these formats can be read once for several queries.
+
+    Formats that decode reads as floats are: to float rounding, and single new tokens alone.
+    """
+    in_floats = not extends_in_rows(formats)
+    return in_floats or shares_in_pairs(formats, head_dim, v_head_dim)
+
+
+def _num_pairs(fmt: int, head_dim: int) -> int:
+    """Pairs of neighbouring elements of a row; those of int4's halves apart."""
+    return 2 * -(-(head_dim // 2) // 2) if fmt == INT4 else -(-head_dim // 2)
+
+
+def _pair_groups(fmt: int, head_dim: int) -> list[tuple[int, int]]:
+    """(first pair, pairs) of each scale group."""
+    pairs = _num_pairs(fmt, head_dim)
+    if fmt != INT4:
+        return [(0, pairs)]
+    half, size = head_dim // 2, int4_group_size(head_dim)
+    starts = [part * half + e for part in range(2) for e in range(0, half, 2)]
+    group_of = [first // size for first in starts]
+    return [(group_of.index(g), group_of.count(g)) for g in range(num_groups(fmt, head_dim))]
+
+
+@intrinsic(prefer_literal=True)
+def _pair_query(typingctx: Any, fmt: Any, head_dim: Any, source: Any, target: Any):
+    """Copy a row of `_quantize_query` into the order of `_pair_groups`."""
+    f, dim = _literal(fmt), _literal(head_dim)
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        source, target = (_pointer(b, a) for a in args[2:])
+        half = dim // 2
+        for i, (first, count, _) in enumerate(_word_spans(f, dim)):
+            words = _load(b, source, 4 * LANES * i, ir.VectorType(_I16, 2 * LANES))
+            place = first + (half % 2 if f == INT4 and first >= half else 0)
+            _store(b, _narrow(b, words, count), target, 2 * place)
+        return context.get_dummy_value()
+
+    return types.void(fmt, head_dim, types.int64, types.int64), codegen
+
+
+@intrinsic(prefer_literal=True)
+def _pack_keys(
+    typingctx: Any, fmt: Any, head_dim: Any, rows: Any, num_blocks: Any, ahead: Any, target: Any
+):
+    """Unpack 8 * ``num_blocks`` rows into panels: int16 [panel, pair, key, 2].
+
+    rows: int64 addresses, [8 * num_blocks + ahead]; those ``ahead`` further on are asked for.
+    """
+    f, dim = _literal(fmt), _literal(head_dim)
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        rows, num_blocks, ahead, target = args[2:]
+        rows, target = _pointer(b, rows), _pointer(b, target)
+        row_bytes, pairs = _row_bytes(f, dim), _num_pairs(f, dim)
+        words = ir.VectorType(_I16, 16)
+
+        def emit(pointers: list[Any], offset: Any, count: int, place: Any) -> None:
+            # Eight rows of eight pairs become eight pairs of eight rows, by three perfect shuffles.
+            vectors = []
+            for pointer in pointers:
+                codes = _load(b, pointer, offset, ir.VectorType(_I8, count))
+                if count < 16:
+                    zeros = ir.Constant(codes.type, [0] * count)
+                    codes = _shuffle(b, codes, zeros, [min(i, count) for i in range(16)])
+                vectors.append(b.bitcast(codes, ir.VectorType(_I16, 8)))
+            for _ in range(3):
+                turned = []
+                for x, y in zip(vectors[:4], vectors[4:], strict=True):
+                    for begin in (0, 4):
+                        lanes = [lane + 8 * s for lane in range(begin, begin + 4) for s in (0, 1)]
+                        turned.append(_shuffle(b, x, y, lanes))
+                vectors = turned
+            for unit in range(-(-count // 2)):
+                codes = b.bitcast(vectors[unit], ir.VectorType(_I8, 16))
+                if f == INT8:
+                    values = [b.sext(codes, words)]
+                else:
+                    wide = b.zext(codes, words)
+                    values = [b.and_(wide, _const(15, words)), b.lshr(wide, _const(4, words))]
+                for part, value in enumerate(values):
+                    _store(b, value, place, 4 * _PANEL * (unit + part * (pairs // 2)))
+
+        with cgutils.for_range(b, num_blocks) as loop:
+            first = b.mul(loop.index, ir.Constant(_I64, 8))
+            panel = b.udiv(first, ir.Constant(_I64, _PANEL))
+            inside = b.urem(first, ir.Constant(_I64, _PANEL))
+            offset = b.add(
+                b.mul(panel, ir.Constant(_I64, 4 * _PANEL * pairs)),
+                b.mul(inside, ir.Constant(_I64, 4)),
+            )
+            base = b.gep(target, [offset])
+            pointers = []
+            for i in range(8):
+                number = b.add(first, ir.Constant(_I64, i))
+                address = _load(b, rows, b.mul(number, ir.Constant(_I64, 8)), _I64)
+                pointers.append(_pointer(b, address))
+                later = b.mul(b.add(number, ahead), ir.Constant(_I64, 8))
+                next_row = _pointer(b, _load(b, rows, later, _I64))
+                for line in range(-(-row_bytes // 64)):
+                    _prefetch(b, next_row, 64 * line)
+            whole = row_bytes // 16
+            with cgutils.for_range(b, ir.Constant(_I64, whole)) as chunk:
+                at = b.mul(chunk.index, ir.Constant(_I64, 16))
+                step = b.mul(chunk.index, ir.Constant(_I64, 32 * _PANEL))
+                emit(pointers, at, 16, b.gep(base, [step]))
+            if row_bytes % 16:
+                step = ir.Constant(_I64, 32 * _PANEL * whole)
+                emit(pointers, 16 * whole, row_bytes % 16, b.gep(base, [step]))
+        return context.get_dummy_value()
+
+    return types.void(fmt, head_dim, *[types.int64] * 4), codegen
+
+
+@intrinsic(prefer_literal=True)
+def _pack_values(
+    typingctx: Any, fmt: Any, head_dim: Any, rows: Any, num_pairs: Any, ahead: Any, target: Any
+):
+    """Unpack 2 * ``num_pairs`` rows into panels: int16 [span, pair of rows, column, 2].
+
+    rows: as in `_pack_keys`.
+    """
+    f, dim = _literal(fmt), _literal(head_dim)
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        rows, num_pairs, ahead, target = args[2:]
+        rows, target = _pointer(b, rows), _pointer(b, target)
+        row_bytes, halves = _row_bytes(f, dim), 2 if f == INT4 else 1
+        panel_bytes = 2 * SPLIT * _PANEL
+        with cgutils.for_range(b, num_pairs) as loop:
+            pointers = []
+            for i in range(2):
+                number = b.add(b.mul(loop.index, ir.Constant(_I64, 2)), ir.Constant(_I64, i))
+                address = _load(b, rows, b.mul(number, ir.Constant(_I64, 8)), _I64)
+                pointers.append(_pointer(b, address))
+                later = b.mul(b.add(number, ahead), ir.Constant(_I64, 8))
+                next_row = _pointer(b, _load(b, rows, later, _I64))
+                for line in range(-(-row_bytes // 64)):
+                    _prefetch(b, next_row, 64 * line)
+            place = b.gep(target, [b.mul(loop.index, ir.Constant(_I64, 4 * _PANEL))])
+            for n, (first, size) in enumerate(_pair_pieces(row_bytes)):
+                x, y = (_load_bytes(b, pointer, first, size) for pointer in pointers)
+                for part in range(2):
+                    lanes = [LANES * part + i + s for i in range(LANES) for s in (0, 2 * LANES)]
+                    for half, value in enumerate(_words(b, f, _shuffle(b, x, y, lanes))):
+                        offset = panel_bytes * (halves * n + half) + 4 * LANES * part
+                        _store(b, value, place, offset)
+        return context.get_dummy_value()
+
+    return types.void(fmt, head_dim, *[types.int64] * 4), codegen
+
+
+def _tile_of_pairs(b: Any, num_rows: int, a: Any, a_bytes: int, panel: Any, steps: Any) -> Any:
+    """Exact sums over ``steps`` pairs: int32, for each row a list of two vectors.
+
+    a: int16 rows, ``a_bytes`` apart, of which a pair at a time is multiplied with a panel's step.
+    """
+    words = ir.VectorType(_I16, 2 * LANES)
+    rows = [b.gep(a, [ir.Constant(_I64, i * a_bytes)]) for i in range(num_rows)]
+    places = [[cgutils.alloca_once(b, _VI) for _ in range(2)] for _ in rows]
+    for place in (place for row in places for place in row):
+        b.store(_const(0, _VI), place)
+    with cgutils.for_range(b, steps) as loop:
+        at = b.mul(loop.index, ir.Constant(_I64, 4 * _PANEL))
+        step = b.gep(panel, [at])
+        values = [_load(b, step, 4 * LANES * n, words) for n in range(2)]
+        offset = b.mul(loop.index, ir.Constant(_I64, 4))
+        for row, mine in zip(rows, places, strict=True):
+            pair = b.bitcast(_splat(b, _load(b, row, offset, _I32)), words)
+            for value, place in zip(values, mine, strict=True):
+                b.store(_multiply_pairs(b, b.load(place), pair, value), place)
+    return [[b.load(place) for place in mine] for mine in places]
+
+
+def _each_tile(b: Any, num_halves: Any, emit: Callable[[int, Any], None]) -> None:
+    """Call ``emit(rows, first row)`` for tiles that cover ``num_halves`` half tiles of rows."""
+    whole = b.udiv(num_halves, ir.Constant(_I64, 2))
+    with cgutils.for_range(b, whole) as loop:
+        emit(_TILE_M, b.mul(loop.index, ir.Constant(_I64, _TILE_M)))
+    with b.if_then(b.icmp_signed("!=", b.and_(num_halves, ir.Constant(_I64, 1)), _ZERO)):
+        emit(_HALF_M, b.mul(whole, ir.Constant(_I64, _TILE_M)))
+
+
+_ZERO = ir.Constant(_I64, 0)
+
+
+@intrinsic(prefer_literal=True)
+def _score_panels(
+    typingctx: Any,
+    fmt: Any,
+    head_dim: Any,
+    q_bytes: Any,
+    out_bytes: Any,
+    q: Any,
+    q_scales: Any,
+    num_halves: Any,
+    panels: Any,
+    num_panels: Any,
+    factors: Any,
+    out: Any,
+):
+    """Dot products of query rows with the keys of ``num_panels`` panels, as floats.
+
+    int8: times the key's factor and the row's scale. int4: ``out`` has a row for each query and
+    scale group, as `_score_pairs` gives it.
+    """
+    f, dim = _literal(fmt), _literal(head_dim)
+    q_line, out_line = _literal(q_bytes), _literal(out_bytes)
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        q, q_scales, num_halves, panels, num_panels, factors, out = args[4:]
+        groups = _pair_groups(f, dim)
+        panel_bytes = 4 * _PANEL * _num_pairs(f, dim)
+        with cgutils.for_range(b, num_panels) as loop:
+            panel = b.add(panels, b.mul(loop.index, ir.Constant(_I64, panel_bytes)))
+            column = b.mul(loop.index, ir.Constant(_I64, 4 * _PANEL))
+            mine = _pointer(b, b.add(factors, column))
+
+            def emit(num_rows: int, first: Any, panel: Any = panel, column: Any = column) -> None:
+                rows = _pointer(b, b.add(q, b.mul(first, ir.Constant(_I64, q_line))))
+                scales = _pointer(b, b.add(q_scales, b.mul(first, ir.Constant(_I64, 4))))
+                line = b.mul(first, ir.Constant(_I64, out_line * len(groups)))
+                target = _pointer(b, b.add(b.add(out, line), column))
+                for n, (start, pairs) in enumerate(groups):
+                    sums = _tile_of_pairs(
+                        b,
+                        num_rows,
+                        b.gep(rows, [ir.Constant(_I64, 4 * start)]),
+                        q_line,
+                        b.gep(_pointer(b, panel), [ir.Constant(_I64, 4 * _PANEL * start)]),
+                        ir.Constant(_I64, pairs),
+                    )
+                    for i, row in enumerate(sums):
+                        for v, total in enumerate(row):
+                            score = b.sitofp(total, _VF)
+                            if f == INT8:
+                                scale = _splat(b, _load(b, scales, 4 * i, _F32))
+                                factor = _load(b, mine, 4 * LANES * v, _VF)
+                                score = b.fmul(score, b.fmul(factor, scale))
+                            offset = out_line * (i * len(groups) + n) + 4 * LANES * v
+                            _store(b, score, target, offset)
+
+            _each_tile(b, num_halves, emit)
+        return context.get_dummy_value()
+
+    return types.void(fmt, head_dim, q_bytes, out_bytes, *[types.int64] * 7), codegen
+
+
+@intrinsic(prefer_literal=True)
+def _sum_panels(
+    typingctx: Any,
+    fmt: Any,
+    head_dim: Any,
+    weights_bytes: Any,
+    weights: Any,
+    num_halves: Any,
+    panels: Any,
+    num_pairs: Any,
+    worth: Any,
+    zeros: Any,
+    targets: Any,
+):
+    """Weighted sums of the panels' rows, finished as `_finish_pairs` does it.
+
+    weights: int16, a row for each query and scale group. targets: addresses of float32 rows.
+    """
+    f, dim, w_line = _literal(fmt), _literal(head_dim), _literal(weights_bytes)
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        weights, num_halves, panels, num_pairs, worth, zeros, targets = args[3:]
+        groups, halves = num_groups(f, dim), 2 if f == INT4 else 1
+        size = int4_group_size(dim) if f == INT4 else dim
+        targets = _pointer(b, targets)
+
+        def add_span(number: Any, first: Any, group: Any, count: int) -> None:
+            panel = b.add(panels, b.mul(number, ir.Constant(_I64, 2 * SPLIT * _PANEL)))
+
+            def emit(num_rows: int, row: Any) -> None:
+                line = b.add(b.mul(row, ir.Constant(_I64, groups)), group)
+                sums = _tile_of_pairs(
+                    b,
+                    num_rows,
+                    _pointer(b, b.add(weights, b.mul(line, ir.Constant(_I64, w_line)))),
+                    w_line * groups,
+                    _pointer(b, panel),
+                    num_pairs,
+                )
+                place = b.mul(line, ir.Constant(_I64, 4))
+                factors = _pointer(b, b.add(worth, place))
+                offsets = _pointer(b, b.add(zeros, place))
+                for i, mine in enumerate(sums):
+                    at = b.mul(b.add(row, ir.Constant(_I64, i)), ir.Constant(_I64, 8))
+                    target = _pointer(b, _load(b, targets, at, _I64))
+                    factor = _splat(b, _load(b, factors, 4 * groups * i, _F32))
+                    zero = _splat(b, _load(b, offsets, 4 * groups * i, _F32))
+                    for v, total in enumerate(mine):
+                        length = min(LANES, count - v * LANES)
+                        if length > 0:
+                            whole = b.sitofp(total, _VF)
+                            real = (
+                                _fma(b, whole, factor, zero) if f == INT4 else b.fmul(whole, factor)
+                            )
+                            begin = b.add(first, ir.Constant(_I64, v * LANES))
+                            begin = b.mul(begin, ir.Constant(_I64, 4))
+                            _store(b, _narrow(b, real, length), target, begin)
+
+            _each_tile(b, num_halves, emit)
+
+        row_bytes = _row_bytes(f, dim)
+        with cgutils.for_range(b, ir.Constant(_I64, halves * (row_bytes // _PANEL))) as loop:
+            piece = b.udiv(loop.index, ir.Constant(_I64, halves))
+            part = b.urem(loop.index, ir.Constant(_I64, halves))
+            first = b.add(
+                b.mul(piece, ir.Constant(_I64, _PANEL)), b.mul(part, ir.Constant(_I64, dim // 2))
+            )
+            add_span(loop.index, first, b.udiv(first, ir.Constant(_I64, size)), _PANEL)
+        for n, (first, count, group) in enumerate(_word_spans(f, dim)):
+            if count < _PANEL:
+                add_span(*(ir.Constant(_I64, i) for i in (n, first, group)), count)
+        return context.get_dummy_value()
+
+    return types.void(fmt, head_dim, weights_bytes, *[types.int64] * 7), codegen
+
+
+@intrinsic
+def _weigh(typingctx: Any, target: Any, largest: Any, factors: Any, num_vectors: Any, total: Any):
+    """`_exponentiate`, then `_products` with ``factors``, in one pass; the largest product.
+
+    ``total`` is the address that gets the sum of the exponentials.
+    """
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        target, largest, factors = _pointer(b, args[0]), _splat(b, args[1]), _pointer(b, args[2])
+        total = cgutils.alloca_once_value(b, _const(0.0))
+        best = cgutils.alloca_once_value(b, _const(-_INF))
+        with _each(b, args[3]) as loop:
+            at = b.mul(loop.index, ir.Constant(_I64, 4 * LANES))
+            p = _exp(b, b.fsub(_load(b, target, at, _VF), largest))
+            b.store(b.fadd(b.load(total), p), total)
+            product = b.fmul(p, _load(b, factors, at, _VF))
+            _store(b, product, target, at)
+            b.store(_max(b, product, b.load(best)), best)
+        _store(b, _fold(b, b.load(total), _add), _pointer(b, args[4]), 0)
+        return _fold(b, b.load(best), _max)
+
+    i64, f32 = types.int64, types.float32
+    return types.float32(i64, f32, i64, i64, i64), codegen
 
 
 # ---------------------------------------------------------------- kernels
@@ -1621,6 +2004,13 @@ def _merge(partials, row_bytes, num, dim_vectors, sink, target):  # type: ignore
             total += w * _get_f32(row, 1)
             _scale_add(target, np.float32(1.0), row + 4 * LANES, w, dim_vectors)
     return np.float32(1.0) / total
+
+
+@njit(error_model="numpy")
+def _copy_words(source, target, num):  # type: ignore[no-untyped-def]
+    """target[:num] = source[:num], 8 bytes each."""
+    for i in range(num):
+        _put_i64(target, i, _get_i64(source, i))
 
 
 @njit(error_model="numpy")
@@ -1747,6 +2137,7 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
                 low, high = origin, min(origin + split_tokens, first_pos + num_queries)
                 if args.window > 0:
                     low = max(low, first_pos + 1 - args.window)
+                _count(args.counters, 4, max(np.int64(0), high - low))
                 # All lines of scales are asked for at once, and read below.
                 for turn in range(2):
                     t = low
@@ -2064,6 +2455,17 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
                                 v_fmt, v_dim, acc + g * acc_width, partial + 4 * lanes
                             )
             merges = first_partial < 0
+            if first_partial < -1:
+                # What `make_shared` found for the splits before this task's.
+                for query in range(num_queries):
+                    base = -2 - first_partial + query * first_split
+                    for g in range(group):
+                        _copy_words(
+                            args.partials
+                            + partial_bytes * ((head * group + g) * args.num_partials + base),
+                            partials + partial_bytes * ((query * group + g) * partial_rows),
+                            first_split * (partial_bytes // 8),
+                        )
             if first_partial >= 0:
                 counter = first_counter + first_partial * args.num_kv_heads + head
                 merges = _fetch_add(args.counters, counter) == num_splits - 1
@@ -2097,15 +2499,267 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
     return cfunc(_SIGNATURE, cache=True, error_model="numpy")(decode)
 
 
-def make_extend(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
-    """The kernel for sequences with several new tokens, or with many query heads a KV head."""
+def _shared_layout(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> tuple[dict[str, int], int]:
+    """Byte offsets of the parts of a thread's scratch for shared splits, and its size."""
+    rows, line = SHARED_ROWS + _TILE_M, _DECODE_LINE
+    k_groups, v_groups = num_groups(k_fmt, k_dim), num_groups(v_fmt, v_dim)
+    words = 4 * LANES * max(len(_word_spans(k_fmt, k_dim)), 1)
+    sizes = {
+        "row": 4 * LANES * len(_pieces(max(k_dim, v_dim))),
+        "words": words,
+        "k_rows": 8 * (SPLIT + PREFETCH_TOKENS),
+        "v_rows": 8 * (SPLIT + PREFETCH_TOKENS),
+        "k_factors": max(1, num_scales(k_fmt, k_dim)) * line,
+        "v_factors": max(1, num_scales(v_fmt, v_dim)) * line,
+        "spare": line,
+        "scores": rows * k_groups * line,
+        "weights": rows * v_groups * line // 2,
+        "worth": 4 * rows * v_groups,
+        "zeros": 4 * rows * v_groups,
+        "targets": 8 * rows,
+        "nowhere": 4 * LANES * (2 + len(_pieces(v_dim))),
+        "k_panels": SPLIT * 4 * _num_pairs(k_fmt, k_dim),
+        "v_panels": 2 * SPLIT * _PANEL * len(_word_spans(v_fmt, v_dim)),
+    }
+    offsets, total = {}, 0
+    for name, size in sizes.items():
+        offsets[name] = total
+        total += -(-size // 64) * 64
+    return offsets, total
+
+
+def shared_scratch_bytes(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, most_rows: int) -> int:
+    """Bytes of scratch that each thread needs for tasks of ``most_rows`` query rows."""
+    kept = -(-4 * _num_pairs(k_fmt, k_dim) // 64) * 64 + 4 + 4 * num_groups(k_fmt, k_dim)
+    return _shared_layout(k_fmt, v_fmt, k_dim, v_dim)[1] + kept * (most_rows + _TILE_M)
+
+
+def make_shared(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
+    """The kernel for whole splits that several query rows attend to: their partial results."""
+    k_scales, v_scales = num_scales(k_fmt, k_dim), num_scales(v_fmt, v_dim)
+    k_groups, v_groups = num_groups(k_fmt, k_dim), num_groups(v_fmt, v_dim)
+    k_row, v_row = _row_bytes(k_fmt, k_dim), _row_bytes(v_fmt, v_dim)
+    k_split, v_split = k_fmt == INT4, v_fmt == INT4
+    q_width = -(-4 * _num_pairs(k_fmt, k_dim) // 64) * 64
+    partial_bytes = 4 * LANES * (1 + len(_pieces(v_dim)))
+    line, half_line, vectors = _DECODE_LINE, _DECODE_LINE // 2, SPLIT // LANES
+    lanes, split_tokens, half_tile, ahead = LANES, SPLIT, _HALF_M, PREFETCH_TOKENS
+    num_panels, num_blocks, num_pairs = SPLIT // _PANEL, SPLIT // 8, SPLIT // 2
+    at, at_q = _shared_layout(k_fmt, v_fmt, k_dim, v_dim)
+    at_row, at_words, at_k_rows, at_v_rows = (at[n] for n in ("row", "words", "k_rows", "v_rows"))
+    at_k_factors, at_v_factors, at_spare, at_scores, at_weights, at_worth, at_zeros = (
+        at[n] for n in ("k_factors", "v_factors", "spare", "scores", "weights", "worth", "zeros")
+    )
+    at_targets, at_nowhere = at["targets"], at["nowhere"]
+    at_k_panels, at_v_panels, most_rows = at["k_panels"], at["v_panels"], SHARED_ROWS
+    tile_m = _TILE_M
+
+    def shared(pointer):  # type: ignore[no-untyped-def]
+        args = carray(pointer, 1)[0]
+        memory = args.scratch + _fetch_add(args.counters, 0) * args.scratch_bytes
+        row, words, q = memory + at_row, memory + at_words, memory + at_q
+        q_scales = q + (args.most_rows + tile_m) * q_width
+        q_sums = q_scales + 4 * (args.most_rows + tile_m)
+        k_rows, v_rows = memory + at_k_rows, memory + at_v_rows
+        k_factors, v_factors = memory + at_k_factors, memory + at_v_factors
+        spare, scores, weights = memory + at_spare, memory + at_scores, memory + at_weights
+        worth, zeros, targets = memory + at_worth, memory + at_zeros, memory + at_targets
+        nowhere, k_panels, v_panels = (
+            memory + at_nowhere,
+            memory + at_k_panels,
+            memory + at_v_panels,
+        )
+        group, page_size = args.group, args.page_size
+        most_queries = max(np.int64(1), most_rows // group)
+        while True:
+            number = _fetch_add(args.counters, 1)
+            if number >= args.num_tasks * args.num_kv_heads:
+                break
+            task, head = number // args.num_kv_heads, number % args.num_kv_heads
+            seq = np.int64(_get_i32(args.tasks, 5 * task))
+            split = np.int64(_get_i32(args.tasks, 5 * task + 1))
+            after_split = np.int64(_get_i32(args.tasks, 5 * task + 2))
+            task_query = np.int64(_get_i32(args.tasks, 5 * task + 3))
+            after_query = task_query + np.int64(_get_i32(args.tasks, 5 * task + 4))
+            for r in range((after_query - task_query) * group):
+                token = np.int64(_get_i32(args.queries, 3 * (task_query + r // group)))
+                _load_query(
+                    k_dim,
+                    args.q + 4 * (token * args.q_token + (head * group + r % group) * args.q_head),
+                    row,
+                    args.scale,
+                    args.rotate_k,
+                )
+                scale = _quantize_query(k_fmt, k_dim, row, words, q_sums + 4 * r * k_groups)
+                _pair_query(k_fmt, k_dim, words, q + r * q_width)
+                _put_f32(q_scales, r, scale)
+            while split < after_split:
+                origin = split * split_tokens
+                if args.window > 0:
+                    # Positions of a task's queries ascend: what the first does not see, none sees.
+                    pos = np.int64(_get_i32(args.queries, 3 * task_query + 1))
+                    if pos + 1 - args.window >= origin + split_tokens:
+                        for query in range(task_query, after_query):
+                            base = np.int64(_get_i32(args.queries, 3 * query + 2))
+                            for g in range(group):
+                                partial = args.partials + partial_bytes * (
+                                    (head * group + g) * args.num_partials + base + split
+                                )
+                                _put_f32(partial, 0, np.float32(-np.inf))
+                                _put_f32(partial, 1, np.float32(0.0))
+                        split += 1
+                        continue
+                _count(args.counters, 4, split_tokens)
+                t = 0
+                while t < split_tokens:
+                    page = np.int64(
+                        _get_i32(args.page_table, seq * args.table_row + (origin + t) // page_size)
+                    )
+                    if page < 0 or page >= args.num_pages:
+                        # Read as page 0; the call fails in the end.
+                        _put_i64(args.counters, 2, page + (1 if page >= 0 else 0))
+                        page = 0
+                    k_source = args.k_scale + page * args.ks_page + head * args.ks_head
+                    v_source = args.v_scale + page * args.vs_page + head * args.vs_head
+                    if k_split:
+                        _split_scales(k_scales, k_source, k_factors + 4 * t, line, page_size)
+                    else:
+                        _widen_scales(k_source, k_factors + 4 * t, page_size, np.float32(1.0))
+                    if v_split:
+                        _split_scales(v_scales, v_source, v_factors + 4 * t, line, page_size)
+                    else:
+                        _widen_scales(v_source, v_factors + 4 * t, page_size, np.float32(1.0))
+                    k_page = args.k_pages + page * args.k_page + head * args.k_head
+                    v_page = args.v_pages + page * args.v_page + head * args.v_head
+                    for i in range(page_size):
+                        _put_i64(k_rows, t + i, k_page + i * k_row)
+                        _put_i64(v_rows, t + i, v_page + i * v_row)
+                    t += page_size
+                for i in range(ahead):
+                    _put_i64(k_rows, split_tokens + i, _get_i64(v_rows, i))
+                    _put_i64(v_rows, split_tokens + i, _get_i64(v_rows, split_tokens - 1))
+                _pack_keys(k_fmt, k_dim, k_rows, num_blocks, ahead, k_panels)
+                _pack_values(v_fmt, v_dim, v_rows, num_pairs, ahead, v_panels)
+                next_query = task_query
+                while next_query < after_query:
+                    first_query = next_query
+                    first_row = (first_query - task_query) * group
+                    num_queries = min(most_queries, after_query - first_query)
+                    next_query += num_queries
+                    num_rows = num_queries * group
+                    num_halves = (num_rows + half_tile - 1) // half_tile
+                    for r in range(num_rows):
+                        base = np.int64(_get_i32(args.queries, 3 * (first_query + r // group) + 2))
+                        partial = args.partials + partial_bytes * (
+                            (head * group + r % group) * args.num_partials + base + split
+                        )
+                        _put_i64(targets, r, partial + 4 * lanes)
+                    for r in range(num_rows, num_halves * half_tile):
+                        # What these rows hold is multiplied, and dropped.
+                        _put_i64(targets, r, nowhere)
+                    _score_panels(
+                        k_fmt,
+                        k_dim,
+                        q_width,
+                        line,
+                        q + first_row * q_width,
+                        q_scales + 4 * first_row,
+                        num_halves,
+                        k_panels,
+                        num_panels,
+                        k_factors,
+                        scores,
+                    )
+                    for r in range(num_rows):
+                        query = first_query + r // group
+                        pos = np.int64(_get_i32(args.queries, 3 * query + 1))
+                        skipped = np.int64(0)
+                        if args.window > 0:
+                            skipped = min(
+                                split_tokens, max(np.int64(0), pos + 1 - args.window - origin)
+                            )
+                        mine = scores + r * k_groups * line
+                        if k_split:
+                            for n in range(k_groups):
+                                _affine(
+                                    mine,
+                                    mine + n * line,
+                                    k_factors + 2 * n * line,
+                                    k_factors + (2 * n + 1) * line,
+                                    _get_f32(q_scales, first_row + r),
+                                    _get_f32(q_sums, (first_row + r) * k_groups + n),
+                                    vectors,
+                                )
+                        if args.softcap > 0:
+                            _cap(mine, args.softcap, vectors)
+                        if args.slopes != 0:
+                            slope = _get_f32(args.slopes, head * group + r % group)
+                            for i in range(split_tokens):
+                                bias = slope * np.float32(origin + i - pos)
+                                _put_f32(mine, i, _get_f32(mine, i) + bias)
+                        for i in range(skipped):
+                            _put_f32(mine, i, np.float32(-np.inf))
+                        largest, total = np.float32(-np.inf), np.float32(0.0)
+                        if skipped < split_tokens:
+                            largest = _largest(mine, vectors)
+                        partial = _get_i64(targets, r) - 4 * lanes
+                        if skipped == split_tokens:
+                            _fill(mine, np.float32(0.0), vectors)
+                        elif v_split:
+                            total = _exponentiate(mine, largest, vectors)
+                            _put_f32(partial, 1, total)
+                        for n in range(v_groups):
+                            weight_row = r * v_groups + n
+                            scales = v_factors + 2 * n * line
+                            source = spare
+                            if v_split or skipped == split_tokens:
+                                heaviest = _products(spare, mine, scales, vectors)
+                            else:
+                                heaviest = _weigh(mine, largest, scales, vectors, partial + 4)
+                                source = mine
+                            factor = np.float32(0.0)
+                            if heaviest > 0:
+                                factor = np.float32(32767.0) / heaviest
+                            _quantize_weights(
+                                source, weights + weight_row * half_line, factor, vectors
+                            )
+                            _put_f32(worth, weight_row, heaviest / np.float32(32767.0))
+                            if v_split:
+                                _put_f32(zeros, weight_row, _dot(mine, scales + line, vectors))
+                        _put_f32(partial, 0, largest)
+                        if skipped == split_tokens:
+                            _put_f32(partial, 1, np.float32(0.0))
+                    _sum_panels(
+                        v_fmt,
+                        v_dim,
+                        half_line,
+                        weights,
+                        num_halves,
+                        v_panels,
+                        num_pairs,
+                        worth,
+                        zeros,
+                        targets,
+                    )
+                split += 1
+
+    return cfunc(_SIGNATURE, cache=True, error_model="numpy")(shared)
+
+
+def make_extend(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, shared: int = 0) -> Any:
+    """The kernel for sequences with several new tokens, or with many query heads a KV head.
+
+    With ``shared``: for whole splits that queries of several sequences attend to, as
+    `make_shared`, in floats; all splits of a task become one partial result, at its first.
+    """
     k_scales, v_scales = num_scales(k_fmt, k_dim), num_scales(v_fmt, v_dim)
     k_row, v_row = _row_bytes(k_fmt, k_dim), _row_bytes(v_fmt, v_dim)
     k_vectors, v_vectors = len(_pieces(k_dim)), len(_pieces(v_dim))
     k_width, v_width = 4 * LANES * k_vectors, 4 * LANES * v_vectors
     k_factor, v_factor = _factor(k_fmt), _factor(v_fmt)
     lanes, tile_m, tile = LANES, _TILE_M, TILE
-    tile_rows = TILE_ROWS
+    tile_rows, split_tokens = TILE_ROWS, SPLIT
+    partial_bytes = 4 * partial_floats(v_dim)
 
     def extend(pointer):  # type: ignore[no-untyped-def]
         args = carray(pointer, 1)[0]
@@ -2135,6 +2789,10 @@ def make_extend(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
             begin = np.int64(_get_i32(args.cu_seqlens_q, seq))
             query_len = np.int64(_get_i32(args.cu_seqlens_q, seq + 1)) - begin
             num_queries = min(queries, query_len - first_query)
+            split, after_split = first_query, np.int64(_get_i32(args.tasks, 5 * task + 2))
+            if shared:
+                first_query = np.int64(_get_i32(args.tasks, 5 * task + 3))
+                num_queries = np.int64(_get_i32(args.tasks, 5 * task + 4))
             num_rows = num_queries * group
             row_vectors = (num_rows + lanes - 1) // lanes
             rows = row_vectors * lanes
@@ -2142,21 +2800,20 @@ def make_extend(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
             # Queries lie transposed, [head_dim, rows]: a score tile is K times that.
             for r in range(num_rows):
                 query, g = r // group, r % group
+                token, pos = begin + first_query + query, first_pos + query
+                if shared:
+                    token = np.int64(_get_i32(args.queries, 3 * (first_query + query)))
+                    pos = np.int64(_get_i32(args.queries, 3 * (first_query + query) + 1))
                 _load_query(
                     k_dim,
-                    args.q
-                    + 4
-                    * (
-                        (begin + first_query + query) * args.q_token
-                        + (head * group + g) * args.q_head
-                    ),
+                    args.q + 4 * (token * args.q_token + (head * group + g) * args.q_head),
                     row_floats,
                     args.scale,
                     args.rotate_k,
                 )
                 for e in range(k_dim):
                     _put_f32(q, e * rows + r, _get_f32(row_floats, e))
-                _put_i32(query_pos, r, np.int32(first_pos + query))
+                _put_i32(query_pos, r, np.int32(pos))
             for r in range(num_rows, rows):
                 for e in range(k_dim):
                     _put_f32(q, e * rows + r, np.float32(0.0))
@@ -2167,9 +2824,12 @@ def make_extend(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
             window = args.window if args.window > 0 else np.int64(1 << 30)
             end = first_pos + num_queries
             start = max(np.int64(0), first_pos + 1 - window) // tile * tile
+            if shared:
+                start, end = split * split_tokens, after_split * split_tokens
             t = start
             while t < end:
                 num = min(tile, end - t)
+                _count(args.counters, 4, num)
                 i = np.int64(0)
                 while i < num:
                     page = np.int64(
@@ -2271,6 +2931,17 @@ def make_extend(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
                 query, q_head = r // group, head * group + r % group
                 partial = acc + r * v_width
                 m, total = _get_f32(stats, r), _get_f32(stats, rows + r)
+                if shared:
+                    base = np.int64(_get_i32(args.queries, 3 * (first_query + query) + 2))
+                    place = args.partials + partial_bytes * (
+                        q_head * args.num_partials + base + split
+                    )
+                    for i in range(1, after_split - split):
+                        _put_f32(place + i * partial_bytes, 0, np.float32(-np.inf))
+                    _put_f32(place, 0, m)
+                    _put_f32(place, 1, total)
+                    _copy_words(partial, place + 4 * lanes, v_width // 8)
+                    continue
                 sink = np.float32(-np.inf)
                 if args.sinks != 0:
                     sink = _get_f32(args.sinks, q_head)
@@ -2369,9 +3040,22 @@ def make_write(fmt: int, dim: int) -> Any:
 runs: Counter[str] = Counter()
 """How often each path ran in this process; tests assert on it.
 
-"write"; "decode": one query a sequence; "extend": several, through the same kernel; "tiles":
-matrix products over dequantized tiles.
+"write"; "decode": one query a sequence; "extend": several, through the same kernel; "shared":
+splits that several queries read at once; "tiles": matrix products over dequantized tiles.
 """
+
+tokens_read: Counter[str] = Counter()
+"""Tokens whose K and V attention has read in this process, by path, each of one KV head.
+
+A split that several queries take turns over is read once.
+"""
+
+
+def processor() -> str:
+    """The processor that kernels are compiled for, and how."""
+    name = llvmlite.binding.get_host_cpu_name()
+    return f"{name} ({LANES} lanes, {'pairs' if _PAIRS else 'floats'})"
+
 
 _local = threading.local()  # scratch memory, kept from call to call
 
@@ -2478,18 +3162,60 @@ def _require_head_dim(name: str, head_dim: int, fmt: int) -> None:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The tasks of one batch; see `ARGS`. One a step, whatever the number of layers."""
+class Pass:
+    """Tasks whose partial results are kept at the same time; see `ARGS`.
+
+    Attributes:
+        rows: tasks of the decode kernel. [n, 5] int32.
+        num_partials: partial results of a query head.
+        names: which of "decode" and "extend" the rows are.
+        shared: tasks of whole splits that several queries read. [n, 5] int32.
+        most_rows: query rows of the largest of those.
+        queries: the queries of those, task by task. [m, 3] int32.
+        done: first partial result and number of shared splits of each decode row that has
+            some. [n, 2] int64.
+    """
 
     rows: np.ndarray
-    num_row_partials: int
-    num_decode: int
+    num_partials: int
+    names: tuple[str, ...]
+    shared: np.ndarray
+    most_rows: int
+    queries: np.ndarray
+    done: np.ndarray
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The tasks of one batch. One a step, whatever the number of layers.
+
+    Attributes:
+        passes: in any order, one after another.
+        most_splits: of a task that takes all splits by itself.
+        tiles: tasks of the extend kernel. [n, 5] int32.
+        tokens: tokens that the tasks read, windows aside, of each KV head.
+        tokens_alone: the same without shared splits.
+    """
+
+    passes: tuple[Pass, ...]
     most_splits: int
     tiles: np.ndarray
+    tokens: int
+    tokens_alone: int
+
+
+MAX_KEPT = 2048
+"""Partial results of shared splits that a pass keeps for new tokens of chunks, a query head."""
 
 
 def make_plan(
-    seq_lens: Sequence[int], cu_seqlens_q: Sequence[int], group: int, *, in_rows: bool
+    seq_lens: Sequence[int],
+    cu_seqlens_q: Sequence[int],
+    group: int,
+    *,
+    in_rows: bool,
+    shared: Sequence[tuple[np.ndarray, int, int]] = (),
+    num_kv_heads: int = 1,
 ) -> Plan:
     """Split a batch into tasks; each sequence by its own lengths alone.
 
@@ -2498,15 +3224,50 @@ def make_plan(
         cu_seqlens_q: cumulative new tokens, first 0.
         group: query heads a KV head.
         in_rows: several new tokens run through the decode kernel too (see `extends_in_rows`).
+        shared: (sequences, first split, split after the last) of runs of whole splits that are
+            the same pages for all of these sequences, and seen whole by all of their new tokens
+            (but for a sliding window). A sequence's runs begin at split 0 and leave no gap.
+        num_kv_heads: with few shared splits of few heads, every thread still gets some work.
     Raises:
         ValueError: more new tokens than the sequence has.
     """
     queries_per_task = max(1, TILE_ROWS // group)
-    rows: list[tuple[int, ...]] = []
+    num_shared = np.zeros(len(seq_lens), np.int64)
+    for seqs, _, stop in shared:
+        num_shared[seqs] = np.maximum(num_shared[seqs], stop)
     tiles: list[tuple[int, ...]] = []
-    row_partials = num_decode = most_splits = 0
+    passes: list[Pass] = []
+    rows: list[tuple[int, ...]] = []
+    queries: list[tuple[int, int, int, int]] = []  # row in q, position, first partial, sequence
+    done: list[tuple[int, int]] = []
+    names: set[str] = set()
+    num_partials = num_kept = most_splits = tokens = tokens_alone = 0
+
+    def end_pass() -> None:
+        nonlocal num_partials, num_kept, tokens
+        if rows:
+            members = np.array(queries, np.int32).reshape(-1, 4)
+            most = 1 << 30 if in_rows else max(1, TILE_ROWS // group)
+            tasks, members = _shared_tasks(shared, members, group, num_kv_heads, most)
+            tokens += SPLIT * int((tasks[:, 2] - tasks[:, 1]).sum())
+            passes.append(
+                Pass(
+                    np.array(rows, np.int32).reshape(-1, 5),
+                    num_partials,
+                    tuple(sorted(names)),
+                    tasks,
+                    group * int(tasks[:, 4].max(initial=0)),
+                    members,
+                    np.array(done, np.int64).reshape(-1, 2),
+                )
+            )
+        for kept in (rows, queries, done, names):
+            kept.clear()
+        num_partials = num_kept = 0
+
     for seq, seq_len in enumerate(seq_lens):
-        query_len = cu_seqlens_q[seq + 1] - cu_seqlens_q[seq]
+        begin = cu_seqlens_q[seq]
+        query_len = cu_seqlens_q[seq + 1] - begin
         if not 0 <= query_len <= seq_len:
             raise ValueError(
                 f"seq_lens: expected at least the {query_len} new tokens of sequence {seq}, "
@@ -2514,28 +3275,86 @@ def make_plan(
             )
         if query_len == 0:
             continue
+        kept = int(num_shared[seq])
         if group > MAX_DECODE_GROUP or (query_len > 1 and not in_rows):
             # Every query alike, so that it does not matter how a prompt is cut.
-            starts = range(0, query_len, queries_per_task)
-            tiles.extend((seq, first_query, 0, 1, 0) for first_query in starts)
+            for first_query in range(0, query_len, queries_per_task):
+                tiles.append((seq, first_query, 0, 1, 0))
+                read = min(seq_len, seq_len - query_len + first_query + queries_per_task)
+                tokens, tokens_alone = tokens + read, tokens_alone + read
         elif query_len == 1:
             splits = -(-seq_len // SPLIT)
-            rows.extend((seq, 0, split, splits, row_partials) for split in range(splits))
-            row_partials += splits
-            num_decode += 1
+            tokens, tokens_alone = tokens + seq_len - kept * SPLIT, tokens_alone + seq_len
+            rows.extend((seq, 0, split, splits, num_partials) for split in range(kept, splits))
+            if kept:
+                queries.append((begin, seq_len - 1, num_partials, seq))
+                done.append((num_partials, kept))
+            num_partials += splits
+            names.add("decode")
         else:
             for first_query in range(0, query_len, ROW_QUERIES):
-                last = min(seq_len, seq_len - query_len + first_query + ROW_QUERIES)
-                splits = -(-last // SPLIT)
+                first_pos = seq_len - query_len + first_query
+                read = min(seq_len, first_pos + ROW_QUERIES)
+                splits = -(-read // SPLIT)
+                tokens, tokens_alone = tokens + read - kept * SPLIT, tokens_alone + read
                 most_splits = max(most_splits, splits)
-                rows.append((seq, first_query, 0, splits, -1))
-    shape = (-1, 5)
-    return Plan(
-        np.array(rows, np.int32).reshape(shape),
-        row_partials,
-        num_decode,
-        most_splits,
-        np.array(tiles, np.int32).reshape(shape),
+                base = -1
+                if kept:
+                    if num_kept >= MAX_KEPT:
+                        end_pass()
+                    base = -2 - num_partials
+                    for query in range(min(ROW_QUERIES, query_len - first_query)):
+                        token = begin + first_query + query
+                        queries.append((token, first_pos + query, num_partials, seq))
+                        num_partials += kept
+                        num_kept += kept
+                rows.append((seq, first_query, kept, splits, base))
+                names.add("extend")
+    end_pass()
+    starts = np.array(tiles, np.int32).reshape(-1, 5)
+    return Plan(tuple(passes), most_splits, starts, tokens, tokens_alone)
+
+
+def _shared_tasks(
+    shared: Sequence[tuple[np.ndarray, int, int]],
+    queries: np.ndarray,
+    group: int,
+    num_kv_heads: int,
+    most_queries: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The tasks of shared splits for these queries, and the queries in the order of the tasks.
+
+    A split is read once, unless that leaves threads without work, or there are more queries than
+    a task can hold.
+    """
+    tasks: list[np.ndarray] = []
+    members: list[np.ndarray] = []
+    num_members = 0
+    num_threads = torch.get_num_threads()
+    num_splits = num_kv_heads * sum(stop - start for _, start, stop in shared)
+    parts = -(-3 * num_threads // max(1, num_splits))
+    # A task quantizes its queries once for all of its splits.
+    step = max(1, min(8, num_splits // (8 * num_threads)))
+    for seqs, start, stop in shared:
+        mine = queries[np.isin(queries[:, 3], seqs)]
+        if not len(mine):
+            continue
+        mine = mine[np.argsort(mine[:, 1], kind="stable")]
+        pieces = max(1, min(parts, len(mine) * group // SHARED_ROWS), -(-len(mine) // most_queries))
+        bounds = np.linspace(0, len(mine), pieces + 1).astype(np.int64)
+        splits, firsts = np.meshgrid(np.arange(start, stop, step), bounds[:-1], indexing="ij")
+        owner = np.full(splits.shape, seqs[0])
+        counts = np.broadcast_to(np.diff(bounds), splits.shape)
+        after = np.minimum(splits + step, stop)
+        task = np.stack([owner, splits, after, firsts + num_members, counts], axis=-1)
+        tasks.append(task.reshape(-1, 5))
+        members.append(mine[:, :3])
+        num_members += len(mine)
+    if not tasks:
+        return np.zeros((0, 5), np.int32), np.zeros((0, 3), np.int32)
+    return (
+        np.concatenate(tasks).astype(np.int32),
+        np.ascontiguousarray(np.concatenate(members), np.int32),
     )
 
 
@@ -2580,6 +3399,7 @@ def attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    num_threads: int | None = None,
 ) -> torch.Tensor:
     """Attend new tokens to stored pages.
 
@@ -2589,8 +3409,10 @@ def attend(
         q: [num_tokens, num_q_heads, head_dim] float32, last dimension contiguous.
         page_table: [num_seqs, max_pages] int32, rows contiguous.
         seq_lens, cu_seqlens_q: int32, contiguous.
-        plan: of `make_plan`, for this batch and this group of query heads.
+        plan: of `make_plan`, for this batch and this group of query heads. If it has shared
+            splits: `shares` holds for the formats.
         rotate: whether K (and so q), and V (and so the output) are stored rotated.
+        num_threads: None is torch's.
     Returns:
         [num_tokens, num_q_heads, v_head_dim] float32.
     Raises:
@@ -2607,7 +3429,7 @@ def attend(
         )
     group = num_q_heads // num_kv_heads
     out = torch.empty(num_tokens, num_q_heads, v_head_dim)
-    num_threads = torch.get_num_threads()
+    num_threads = num_threads or torch.get_num_threads()
     shared = _page_arguments(*pages) | {
         "q": q.data_ptr(),
         "out": out.data_ptr(),
@@ -2630,38 +3452,56 @@ def attend(
     }
     sizes = (k_fmt, v_fmt, head_dim, v_head_dim)
     partial_bytes = 4 * partial_floats(v_head_dim)
-    work = []
-    if len(plan.rows):
-        kernel = _kernel(make_decode, *sizes, group)
-        offset = decode_scratch_bytes(*sizes, group)
-        scratch = offset + ROW_QUERIES * group * plan.most_splits * partial_bytes
-        names = ["decode"] * bool(plan.num_decode) + ["extend"] * bool(plan.most_splits)
-        work.append((names, kernel, plan.rows, plan.num_row_partials, offset, scratch))
-    if len(plan.tiles):
-        kernel = _kernel(make_extend, *sizes)
-        work.append((["tiles"], kernel, plan.tiles, 0, 0, extend_scratch_bytes(*sizes, group)))
-    for names, kernel, tasks, num_partials, offset, scratch in work:
-        counters = np.zeros(COUNTERS + num_partials * num_kv_heads, np.int64)
+
+    def run(name: str, kernel: int, tasks: np.ndarray, scratch: int, **more: Any) -> None:
         scratch = -(-scratch // 64) * 64
+        counters = more.pop("counters", None)
+        if counters is None:
+            counters = np.zeros(COUNTERS, np.int64)
         args = _arguments(
             **shared,
+            **more,
             tasks=tasks.ctypes.data,
             num_tasks=len(tasks),
-            num_partials=num_partials,
             counters=counters.ctypes.data,
             scratch=_memory("scratch", num_threads * scratch),
             scratch_bytes=scratch,
-            partials=_memory("partials", num_q_heads * num_partials * partial_bytes),
-            partials_offset=offset,
-            tile_queries=ROW_QUERIES,
         )
         _run(kernel, args, num_threads)
-        runs.update(names)
+        tokens_read[name] += int(counters[4])
         if counters[2]:
             raise ValueError(
                 f"page_table: expected page ids from 0 to {pages[0].shape[0] - 1}, got "
                 f"{_bad_number(int(counters[2]))}"
             )
+
+    for step in plan.passes:
+        partials = _memory("partials", num_q_heads * step.num_partials * partial_bytes)
+        kept = {"partials": partials, "num_partials": step.num_partials}
+        counters = np.zeros(COUNTERS + step.num_partials * num_kv_heads, np.int64)
+        if len(step.shared):
+            if extends_in_rows(formats):
+                kernel = _kernel(make_shared, *sizes)
+                scratch = shared_scratch_bytes(*sizes, step.most_rows)
+            else:
+                kernel = _kernel(make_extend, *sizes, 1)
+                scratch = extend_scratch_bytes(*sizes, group)
+            members = {"queries": step.queries.ctypes.data, "most_rows": step.most_rows}
+            run("shared", kernel, step.shared, scratch, **members, **kept)
+            # The splits that are done count for the merge.
+            merged = counters[COUNTERS:].reshape(-1, num_kv_heads)
+            merged[step.done[:, 0]] = step.done[:, 1:]
+            runs["shared"] += 1
+        kernel = _kernel(make_decode, *sizes, group)
+        offset = decode_scratch_bytes(*sizes, group)
+        scratch = offset + ROW_QUERIES * group * plan.most_splits * partial_bytes
+        places = {"partials_offset": offset, "tile_queries": ROW_QUERIES}
+        run("rows", kernel, step.rows, scratch, counters=counters, **kept, **places)
+        runs.update(step.names)
+    if len(plan.tiles):
+        scratch = extend_scratch_bytes(*sizes, group)
+        run("tiles", _kernel(make_extend, *sizes), plan.tiles, scratch)
+        runs["tiles"] += 1
     return out
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from radixkv.cache import Lease
+from radixkv.groups import SharedRun, shared_runs
 from radixkv.reference import AttentionBatch
 
 
@@ -76,6 +77,12 @@ def build_batch(runs: Sequence[Run], device: torch.device) -> Batch:
         page_table[i, : len(tables[i])] = tables[i]
         cu_seqlens_q.append(end)
 
+    seq_lens = [run.stop for run in runs]
+    config = runs[0].lease.cache.config
+    groups: tuple[SharedRun, ...] = ()
+    if config.shared_prefix != "never":
+        groups = shared_runs(page_table, seq_lens, np.diff(cu_seqlens_q), config.page_size)
+
     def on_device(values: Any, dtype: torch.dtype) -> Tensor:
         return torch.as_tensor(values, dtype=dtype).to(device, non_blocking=True)
 
@@ -86,7 +93,8 @@ def build_batch(runs: Sequence[Run], device: torch.device) -> Batch:
         attention=AttentionBatch(
             slot_mapping=on_device(slots, torch.int64),
             page_table=on_device(page_table, torch.int32),
-            seq_lens=on_device([run.stop for run in runs], torch.int32),
+            seq_lens=on_device(seq_lens, torch.int32),
             cu_seqlens_q=on_device(cu_seqlens_q, torch.int32),
+            runs=groups,
         ),
     )

@@ -14,19 +14,32 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from radixkv.attention import get_backend
 from radixkv.config import KVConfig
+from radixkv.groups import shared_runs
 from radixkv.quant import KVCodec, KVFormat, KVSpec, LayerPages
 from radixkv.reference import AttentionBatch, ScoreRule
 
 DECODE_SHAPES = ((1, 32, 8, 128, 8192), (8, 32, 8, 128, 4096), (16, 9, 3, 64, 4096))
 EXTEND_SHAPES = ((1, 32, 8, 128, 4096), (1, 9, 3, 64, 4096))
 EXTEND_QUERIES = 512
+# Levels of a tree of sequences, from its root: (branches of each node above, tokens of each).
+SHARED_TREES = (
+    ((1, 4096), (32, 64)),
+    ((1, 16384), (64, 64)),
+    ((1, 2048), (4, 1024), (8, 64)),
+)
+SHARED_GRID = tuple(
+    ((1, shared), (num_seqs, 64)) for num_seqs in (1, 4, 16, 64) for shared in (0, 512, 2048, 8192)
+)
+SHARED_HEADS = (32, 8, 128)
 PAGE_SIZE = 16
 
 
@@ -35,22 +48,25 @@ class KernelTiming:
     """One kernel on one shape.
 
     Attributes:
-        kernel: "decode", "extend" or "write".
+        kernel: "decode", "extend", "write", or "shared": decode of sequences that begin alike.
         kv_dtype: storage format of the pages.
-        shape: (batch, query heads, KV heads, head_dim, KV length).
+        shape: (batch, query heads, KV heads, head_dim, KV length); of "shared" the levels of
+            the tree (branches, tokens), with SHARED_HEADS.
         seconds: median of one call.
         rival: what ``ratio`` compares with.
         ratio: the rival's median time over ours; above 1 is faster.
         gigabytes_per_s: stored bytes (scales included) that a call must move, over its time.
+        read_share: of "shared": bytes read, over those that each sequence alone would read.
     """
 
     kernel: str
     kv_dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[Any, ...]
     seconds: float
     rival: str
     ratio: float
     gigabytes_per_s: float
+    read_share: float | None = None
 
 
 def _clock() -> float:
@@ -69,6 +85,17 @@ def _medians(calls: Sequence[Callable[[], object]], repeats: int) -> list[float]
     return [median(taken) for taken in times]
 
 
+def _empty_pages(codec: KVCodec, num_pages: int) -> LayerPages:
+    def make(form: KVFormat) -> tuple[Tensor, Tensor]:
+        shape = (num_pages, codec.spec.num_kv_heads, PAGE_SIZE)
+        codes = torch.zeros(*shape, form.code_width * form.code_dtype.itemsize).byte()
+        scale = torch.zeros(*shape, form.num_scales, dtype=torch.bfloat16)
+        return codes.view(form.code_dtype), scale
+
+    (k_pages, k_scale), (v_pages, v_scale) = make(codec.k_format), make(codec.v_format)
+    return LayerPages(k_pages, v_pages, k_scale, v_scale)
+
+
 class _Load:
     """Dense K and V of a batch, and the same in pages in random order."""
 
@@ -84,7 +111,7 @@ class _Load:
         pages = -(-seq_len // PAGE_SIZE)
         order = torch.randperm(batch * pages, generator=generator) + 1
         self.page_table = order.int().reshape(batch, pages)
-        self.layer = self._pages(1 + batch * pages)
+        self.layer = _empty_pages(self.codec, 1 + batch * pages)
         position = torch.arange(seq_len)
         first = self.page_table[:, position // PAGE_SIZE].long() * PAGE_SIZE
         self.slots = first + position % PAGE_SIZE
@@ -95,17 +122,6 @@ class _Load:
             self.write(i)
         self.rule = ScoreRule(softmax_scale=head_dim**-0.5)
         self.bytes_read = self.codec.bytes_per_token * batch * seq_len
-
-    def _pages(self, num_pages: int) -> LayerPages:
-        def make(form: KVFormat) -> tuple[Tensor, Tensor]:
-            shape = (num_pages, self.codec.spec.num_kv_heads, PAGE_SIZE)
-            codes = torch.zeros(*shape, form.code_width * form.code_dtype.itemsize).byte()
-            scale = torch.zeros(*shape, form.num_scales, dtype=torch.bfloat16)
-            return codes.view(form.code_dtype), scale
-
-        k_pages, k_scale = make(self.codec.k_format)
-        v_pages, v_scale = make(self.codec.v_format)
-        return LayerPages(k_pages, v_pages, k_scale, v_scale)
 
     def write(self, seq: int) -> None:
         k, v = self.k_rows[seq], self.v_rows[seq]
@@ -160,6 +176,68 @@ def time_decode(kv_dtype: str, shape: tuple[int, ...], repeats: int = 15) -> lis
     ]
 
 
+class _Tree:
+    """Sequences that share the levels of a tree, in pages in random order."""
+
+    def __init__(self, kv_dtype: str, levels: Sequence[tuple[int, int]]) -> None:
+        num_q_heads, num_kv_heads, head_dim = SHARED_HEADS
+        generator = torch.Generator().manual_seed(0)
+        spec = KVSpec(num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        self.codecs = {
+            mode: KVCodec(spec, KVConfig(dtype=kv_dtype, page_size=PAGE_SIZE, shared_prefix=mode))
+            for mode in ("never", "auto")
+        }
+        codec, self.backend = self.codecs["auto"], get_backend("cpu", torch.device("cpu"))
+        nodes, num_pages = [np.zeros(0, np.int32)], 1
+        for branches, num_tokens in levels:
+            pages = -(-num_tokens // PAGE_SIZE)
+            grown = []
+            for node in nodes:
+                for _ in range(branches):
+                    own = np.arange(num_pages, num_pages + pages, dtype=np.int32)
+                    grown.append(np.concatenate([node, own]))
+                    num_pages += pages
+            nodes = grown
+        order = torch.randperm(num_pages - 1, generator=generator).numpy() + 1
+        table = np.concatenate([[0], order]).astype(np.int32)[np.stack(nodes)]
+        self.layer = _empty_pages(codec, num_pages)
+        for page in range(1, num_pages, 64):  # some at a time: their floats are four times as large
+            slots = torch.arange(page * PAGE_SIZE, min(num_pages, page + 64) * PAGE_SIZE)
+            rows = torch.randn(2, len(slots), num_kv_heads, head_dim, generator=generator)
+            self.backend.write_kv(codec, self.layer, slots, rows[0], rows[1], layer_idx=0)
+        self.num_seqs, seq_len = len(nodes), sum(num_tokens for _, num_tokens in levels)
+        seq_lens = np.full(self.num_seqs, seq_len, np.int32)
+        self.batch = AttentionBatch(
+            slot_mapping=torch.zeros(self.num_seqs, dtype=torch.int64),
+            page_table=torch.from_numpy(table),
+            seq_lens=torch.from_numpy(seq_lens),
+            cu_seqlens_q=torch.arange(self.num_seqs + 1, dtype=torch.int32),
+            runs=shared_runs(table, seq_lens, np.ones_like(seq_lens), PAGE_SIZE),
+        )
+        self.rule = ScoreRule(softmax_scale=head_dim**-0.5)
+        self.q = torch.randn(self.num_seqs, num_q_heads, head_dim, generator=generator)
+
+    def attend(self, mode: str) -> Tensor:
+        codec = self.codecs[mode]
+        return self.backend.paged_attention(codec, self.layer, self.q, self.batch, self.rule)
+
+
+def time_shared(
+    kv_dtype: str, levels: Sequence[tuple[int, int]], repeats: int = 7
+) -> list[KernelTiming]:
+    """Decode of sequences that begin alike, against the same without shared runs."""
+    tree = _Tree(kv_dtype, levels)
+    if not torch.equal(tree.attend("never"), tree.attend("auto")):
+        raise RuntimeError("shared: the result is not that of each sequence alone; not timed")
+    alone, ours = _medians([lambda: tree.attend("never"), lambda: tree.attend("auto")], repeats)
+    reads, token_bytes = tree.batch.reads, tree.codecs["auto"].bytes_per_token
+    rate = token_bytes * reads.tokens / ours / 1e9
+    share = reads.tokens / reads.tokens_alone
+    rival = "each sequence alone"
+    shape = tuple(levels)
+    return [KernelTiming("shared", kv_dtype, shape, ours, rival, alone / ours, rate, share)]
+
+
 def time_extend(kv_dtype: str, shape: tuple[int, ...], repeats: int = 7) -> list[KernelTiming]:
     """Extend of EXTEND_QUERIES tokens against SDPA with a causal mask."""
     load = _Load(kv_dtype, shape)
@@ -210,7 +288,7 @@ def _processor() -> str:
 def bench_kernels(
     kv_dtypes: Sequence[str] = ("int8", "fp8", "int4"), *, num_threads: int | None = None
 ) -> dict[str, object]:
-    """Run every kernel on every shape; a dict that JSON can hold.
+    """Run every kernel on every shape (shared runs: the first format); a dict that JSON can hold.
 
     Sets torch's number of threads while it runs.
     """
@@ -223,6 +301,8 @@ def bench_kernels(
                 timings += time_decode(kv_dtype, shape)
             for shape in EXTEND_SHAPES:
                 timings += time_extend(kv_dtype, shape) + time_write(kv_dtype, shape)
+        for levels in SHARED_TREES + SHARED_GRID:
+            timings += time_shared(kv_dtypes[0], levels)
         return {
             "bench": "kernel",
             "device": "cpu",
@@ -243,7 +323,7 @@ def report(result: dict[str, object]) -> str:
     timings = result["timings"]
     assert isinstance(timings, list)  # as bench_kernels makes it
     lines += [
-        f"{row['kernel']:7} {row['kv_dtype']:9} {row['shape']!s:26} "
+        f"{row['kernel']:7} {row['kv_dtype']:9} {row['shape']!s:37} "
         f"{1e3 * row['seconds']:9.3f} ms {row['gigabytes_per_s']:6.1f} GB/s "
         f"{row['ratio']:6.2f}x of {row['rival']}"
         for row in timings

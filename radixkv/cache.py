@@ -29,6 +29,7 @@ from radixkv import view
 from radixkv.attention import Backend, get_backend
 from radixkv.config import KVConfig, parse_bytes, require_int, require_namespace, require_real
 from radixkv.errors import CacheInvariantError, CapacityError
+from radixkv.groups import SharedRun, shared_runs
 from radixkv.pool import PageIds, PagePool, PageStorage, capacity_pages, free_device_bytes
 from radixkv.quant import KVCodec, KVSpec, LayerPages
 from radixkv.radix import TOKEN_BYTES, Node, RadixTree, decode_tokens, encode_tokens
@@ -150,6 +151,11 @@ class Lease:
     def is_released(self) -> bool:
         """Whether it was released."""
         return self._released
+
+    @property
+    def cache(self) -> PrefixCache:
+        """The cache whose pages these are."""
+        return self._cache
 
     @property
     def page_ids(self) -> NDArray[np.int32]:
@@ -815,11 +821,15 @@ class PrefixCache:
         def on_device(values: NDArray[Any]) -> Tensor:
             return torch.from_numpy(values).to(self.device)
 
+        runs: tuple[SharedRun, ...] = ()
+        if self.config.shared_prefix != "never":
+            runs = shared_runs(table, seq_lens, np.diff(starts), self.page_size)
         return AttentionBatch(
             slot_mapping=on_device(np.concatenate(slots)),
             page_table=on_device(table),
             seq_lens=on_device(seq_lens),
             cu_seqlens_q=on_device(starts),
+            runs=runs,
         )
 
     # --- looking -----------------------------------------------------------------------

@@ -5,11 +5,19 @@ Importing it loads Numba; `radixkv.attention` does so only when the backend is a
 
 from __future__ import annotations
 
+import time
+import zlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from radixkv import reference
-from radixkv.quant import KVCodec, KVFormat, LayerPages
+from radixkv import costs, reference
+from radixkv.quant import SCALE_DTYPE, KVCodec, KVFormat, LayerPages
 from radixkv.reference import AttentionBatch, ScoreRule
 from radixkv_kernels import cpu
 
@@ -58,19 +66,156 @@ def write_kv(
         reference.encode_rows(codec.v_format, False, v, name="V", layer_idx=layer_idx)
 
 
+def _plan(codec: KVCodec, formats: tuple[int, int], batch: AttentionBatch, group: int) -> cpu.Plan:
+    shared = []
+    spec, mode = codec.spec, codec.config.shared_prefix
+    can = cpu.shares(formats, codec.k_format.head_dim, codec.v_format.head_dim)
+    if mode != "never" and can and group <= cpu.MAX_DECODE_GROUP:
+        shared = _shared_splits(batch, codec.config.page_size, cpu.extends_in_rows(formats))
+    if shared and mode == "auto":
+        cost = costs.sharing_cost(_cost_key(codec, group), lambda: _measure(codec, formats, group))
+        shared = _worthwhile(shared, batch, cost, spec.num_kv_heads)
+    return cpu.make_plan(
+        *batch.host_lens,
+        group,
+        in_rows=cpu.extends_in_rows(formats),
+        shared=shared,
+        num_kv_heads=spec.num_kv_heads,
+    )
+
+
+_Splits = list[tuple[NDArray[np.int64], int, int]]
+
+
+def _shared_splits(batch: AttentionBatch, page_size: int, chunks: bool) -> _Splits:
+    """The runs of whole splits that several new tokens see: sequences, first split, and after.
+
+    A split belongs to the run in which it ends: that run's sequences share all before it, too.
+    Without ``chunks``, sequences with several new tokens have no part in it.
+    """
+    query_lens = batch.query_lens
+    shared: _Splits = []
+    ends = np.zeros(len(query_lens), np.int64)
+    for run in batch.runs:
+        start, stop = run.start * page_size // cpu.SPLIT, run.stop * page_size // cpu.SPLIT
+        seqs = run.seqs if chunks else run.seqs[query_lens[run.seqs] == 1]
+        if stop > start and len(seqs) > 1:
+            shared.append((seqs, start, stop))
+            ends[seqs] = stop
+    # The tokens of one chunk share what lies before it.
+    for seq in np.flatnonzero(query_lens > 1).tolist() if chunks else ():
+        after = (batch.host_lens[0][seq] - int(query_lens[seq])) // cpu.SPLIT
+        if after > ends[seq]:
+            shared.append((np.array([seq]), int(ends[seq]), after))
+    return shared
+
+
+def _worthwhile(
+    shared: _Splits, batch: AttentionBatch, cost: costs.SharingCost, num_kv_heads: int
+) -> _Splits:
+    """Those that save time; all of a sequence's splits before one of them do, too."""
+    kept, gain_s = [], 0.0
+    for seqs, start, stop in shared:
+        gain = cost.gain_s(int(batch.query_lens[seqs].sum()))
+        if gain > 0:
+            kept.append((seqs, start, stop))
+            gain_s += gain * (stop - start) * num_kv_heads
+    return kept if gain_s > cost.step_s * torch.get_num_threads() else []
+
+
+def _cost_key(codec: KVCodec, group: int) -> str:
+    spec, config = codec.spec, codec.config
+    build = zlib.crc32(Path(cpu.__file__).read_bytes())
+    return (
+        f"cpu {cpu.processor()} {build:08x}: K {codec.k_format.name} {spec.head_dim}, "
+        f"V {codec.v_format.name} {spec.v_head_dim}, {group} heads, pages of {config.page_size}, "
+        f"rotated {codec.rotate_k:d}{codec.rotate_v:d}"
+    )
+
+
+def _measure(codec: KVCodec, formats: tuple[int, int], group: int) -> costs.SharingCost:
+    """Time a few small steps, shared and not, on pages of zeros; about 0.2 s."""
+    # So many heads that the pages do not stay in the nearest cache from query to query.
+    num_heads, num_splits, page_size = 8, 2, codec.config.page_size
+    pages_a_split = cpu.SPLIT // page_size
+    queries, rounds = (2, 16), 3
+
+    def pages(form: KVFormat) -> tuple[Tensor, Tensor]:
+        shape = (num_splits * pages_a_split + 1, num_heads, page_size)
+        codes = torch.zeros(*shape, form.code_width, dtype=form.code_dtype)
+        return codes, torch.ones(*shape, form.num_scales, dtype=SCALE_DTYPE)
+
+    (k_pages, k_scale), (v_pages, v_scale) = pages(codec.k_format), pages(codec.v_format)
+    layer = LayerPages(k_pages, v_pages, k_scale, v_scale)
+    table = torch.arange(len(k_pages), dtype=torch.int32).repeat(max(queries), 1)
+
+    def step(num_seqs: int, splits: int, share: bool, num_threads: int) -> Callable[[], object]:
+        seq_lens = [splits * cpu.SPLIT + 1] * num_seqs
+        starts = list(range(num_seqs + 1))
+        shared = [(np.arange(num_seqs), 0, splits)] if share else []
+        return partial(
+            cpu.attend,
+            layer,
+            formats,
+            torch.ones(num_seqs, num_heads * group, codec.k_format.head_dim),
+            table[:num_seqs],
+            torch.tensor(seq_lens, dtype=torch.int32),
+            torch.tensor(starts, dtype=torch.int32),
+            # As with many heads, whose splits are not cut further to give every thread some work.
+            cpu.make_plan(
+                seq_lens,
+                starts,
+                group,
+                in_rows=cpu.extends_in_rows(formats),
+                shared=shared,
+                num_kv_heads=1 << 10,
+            ),
+            softmax_scale=1.0,
+            v_head_dim=codec.v_format.head_dim,
+            rotate=(codec.rotate_k, codec.rotate_v),
+            num_threads=num_threads,
+        )
+
+    def least(calls: list[Callable[[], object]], clock: Callable[[], float]) -> list[float]:
+        taken = np.empty((rounds + 1, len(calls)))  # the first round is for the caches
+        for row in taken:
+            for i, call in enumerate(calls):
+                begin = clock()
+                call()
+                row[i] = clock() - begin
+        return [float(seconds) for seconds in taken[1:].min(axis=0)]
+
+    # What a call costs that does next to nothing: a step that shares makes one more.
+    (call_s,) = least([step(1, 0, False, 1)], time.thread_time)
+    (step_s,) = least([step(1, 0, False, torch.get_num_threads())], time.perf_counter)
+    steps = [step(n, num_splits, share, 1) for n in queries for share in (False, True)]
+    alone_few, few, alone_many, many = least(steps, time.thread_time)
+    stretches = num_splits * num_heads
+    return costs.SharingCost.fit(
+        (queries[0], (alone_few - few + call_s) / stretches),
+        (queries[1], (alone_many - many + call_s) / stretches),
+        step_s,
+    )
+
+
 def paged_attention(
     codec: KVCodec, layer: LayerPages, q: Tensor, batch: AttentionBatch, rule: ScoreRule
 ) -> Tensor:
     """Attend new tokens to stored pages; see `radixkv.reference.paged_attention`.
 
+    Runs of ``batch.runs`` are read once where `KVConfig.shared_prefix` says so; that changes no
+    bit of the result (formats that are read as floats: what float rounding does).
+
     Accuracy: float32 arithmetic; a sequence's result does not depend on the rest of the batch.
     """
     formats = (_format(codec.k_format), _format(codec.v_format))
     group = max(1, q.shape[1] // codec.spec.num_kv_heads)
-    in_rows = cpu.extends_in_rows(formats)
     plans = batch.__dict__.setdefault("_cpu_plans", {})  # one batch serves every layer of a step
-    if (group, in_rows) not in plans:
-        plans[group, in_rows] = cpu.make_plan(*batch.host_lens, group, in_rows=in_rows)
+    key = (codec.config, codec.spec, group)
+    if key not in plans:
+        plans[key] = _plan(codec, formats, batch, group)
+    plan = plans[key]
+    batch.reads.tokens, batch.reads.tokens_alone = plan.tokens, plan.tokens_alone
     out: Tensor = cpu.attend(
         layer,
         formats,
@@ -78,7 +223,7 @@ def paged_attention(
         _packed("page_table", batch.page_table, torch.int32),
         _packed("seq_lens", batch.seq_lens, torch.int32),
         _packed("cu_seqlens_q", batch.cu_seqlens_q, torch.int32),
-        plans[group, in_rows],
+        plan,
         softmax_scale=rule.softmax_scale,
         v_head_dim=codec.v_format.head_dim,
         rotate=(codec.rotate_k, codec.rotate_v),

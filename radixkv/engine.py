@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Collection, Hashable, Iterator
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, fields
@@ -73,6 +73,9 @@ class EngineStats:
         cached_tokens: of those, tokens whose KV came from the cache.
         prefill_tokens, decode_tokens: tokens that the model ran.
         steps: batches that the model ran.
+        kv_bytes_read: bytes of K and V that attention read, in all layers; what a sliding
+            window hides is counted.
+        kv_bytes_alone: the same if no two sequences had read a shared page together.
         preemptions: times that a sequence gave its pages back and waited again.
         ttft_p50_s, ttft_p95_s: time to first token of recent requests; None before any.
         token_p50_s, token_p95_s: time between tokens of recent requests.
@@ -90,6 +93,8 @@ class EngineStats:
     prefill_tokens: int
     decode_tokens: int
     steps: int
+    kv_bytes_read: int
+    kv_bytes_alone: int
     preemptions: int
     ttft_p50_s: float | None
     ttft_p95_s: float | None
@@ -171,9 +176,7 @@ class Engine:
         self._live: dict[Request, None] = {}
         self._branches: weakref.WeakSet[Branch] = weakref.WeakSet()
         self._pid = os.getpid()
-        self._totals: dict[str, int] = dict.fromkeys(
-            ("done", "failed", "aborted", "prompt", "cached", "prefill", "decode", "steps"), 0
-        )
+        self._totals: Counter[str] = Counter()
         self._ttfts: deque[float] = deque(maxlen=_HISTORY)
         self._gaps: deque[float] = deque(maxlen=_HISTORY)
         self._batches: deque[tuple[int, int]] = deque(maxlen=_HISTORY)
@@ -508,7 +511,12 @@ class Engine:
             start = stop
 
     def _forward(self, runs: list[Run]) -> Tensor:
-        return self._runner.forward(build_batch(runs, self._runner.device), self.cache)
+        batch = build_batch(runs, self._runner.device)
+        logits = self._runner.forward(batch, self.cache)
+        reads, bytes_per_token = batch.attention.reads, self.cache.codec.bytes_per_token
+        self._totals["kv_read"] += reads.tokens * bytes_per_token
+        self._totals["kv_alone"] += reads.tokens_alone * bytes_per_token
+        return logits
 
     def _put(self, requests: list[Request]) -> None:
         self.check_open()
@@ -794,6 +802,8 @@ class Engine:
             prefill_tokens=totals["prefill"],
             decode_tokens=totals["decode"],
             steps=totals["steps"],
+            kv_bytes_read=totals["kv_read"],
+            kv_bytes_alone=totals["kv_alone"],
             preemptions=self._scheduler.preemptions,
             ttft_p50_s=_percentile(self._ttfts, 0.5),
             ttft_p95_s=_percentile(self._ttfts, 0.95),

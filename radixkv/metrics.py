@@ -23,6 +23,8 @@ _COUNTERS = {
     "prefill_tokens",
     "decode_tokens",
     "steps",
+    "kv_bytes_read",
+    "kv_bytes_alone",
     "preemptions",
     "lookups",
     "lookup_tokens",

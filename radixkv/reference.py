@@ -6,15 +6,33 @@ all backends, and a float64 reference over dense K and V.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
 from radixkv.errors import NonFiniteError
+from radixkv.groups import SharedRun
 from radixkv.quant import KVCodec, KVFormat, LayerPages, hadamard
+
+
+@dataclass
+class KVReads:
+    """How many tokens' K and V one layer's attention reads in a step, each of all KV heads.
+
+    Attributes:
+        tokens: read with shared runs read together; pages read twice count twice.
+        tokens_alone: if every sequence read its own pages.
+
+    A sliding window is not counted: a layer that has one reads less.
+    """
+
+    tokens: int = 0
+    tokens_alone: int = 0
 
 
 @dataclass(frozen=True)
@@ -29,17 +47,28 @@ class AttentionBatch:
         page_table: page ids of each sequence, padded with NULL_PAGE. [num_seqs, max_pages] int32.
         seq_lens: KV length after this step. [num_seqs] int32.
         cu_seqlens_q: cumulative new tokens, first 0. [num_seqs + 1] int32.
+        runs: columns of the page table that several sequences share, as
+            `radixkv.groups.shared_runs` finds them; a backend may read them once, or ignore them.
+        reads: written by the backend when it runs the batch.
     """
 
     slot_mapping: Tensor
     page_table: Tensor
     seq_lens: Tensor
     cu_seqlens_q: Tensor
+    runs: tuple[SharedRun, ...] = ()
+    reads: KVReads = field(default_factory=KVReads)
 
     @cached_property
     def host_lens(self) -> tuple[list[int], list[int]]:
         """``seq_lens`` and ``cu_seqlens_q`` as lists (a host synchronisation on a GPU)."""
         return self.seq_lens.tolist(), self.cu_seqlens_q.tolist()
+
+    @cached_property
+    def query_lens(self) -> NDArray[np.int64]:
+        """New tokens of each sequence, on the host. [num_seqs] int64."""
+        starts = np.array(self.host_lens[1], dtype=np.int64)
+        return starts[1:] - starts[:-1]
 
 
 @dataclass(frozen=True)
@@ -310,6 +339,26 @@ def _attend_block(
     return out[:, : group * num_queries].view(num_kv_heads, group, num_queries, -1)
 
 
+def _read_pages(codec: KVCodec, layer: LayerPages, page_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows of K and of V of whole pages, as `read_rows` gives them."""
+    return (
+        read_rows(codec.k_format, layer.k_pages, layer.k_scale, page_ids),
+        read_rows(codec.v_format, layer.v_pages, layer.v_scale, page_ids),
+    )
+
+
+def _read_runs(
+    codec: KVCodec, layer: LayerPages, batch: AttentionBatch
+) -> list[tuple[list[tuple[Tensor, Tensor]], int]]:
+    """For each sequence the rows of its shared runs, each read once, and the column after them."""
+    shared: list[tuple[list[tuple[Tensor, Tensor]], int]] = [([], 0) for _ in batch.host_lens[0]]
+    for run in batch.runs:
+        rows = _read_pages(codec, layer, batch.page_table[run.seqs[0], run.start : run.stop].long())
+        for seq in run.seqs.tolist():
+            shared[seq] = ([*shared[seq][0], rows], run.stop)
+    return shared
+
+
 def paged_attention(
     codec: KVCodec, layer: LayerPages, q: Tensor, batch: AttentionBatch, rule: ScoreRule
 ) -> Tensor:
@@ -327,14 +376,20 @@ def paged_attention(
         queries = rotate_rows(queries)
     page_size = layer.k_pages.shape[2]
     seq_lens, cu_seqlens_q = batch.host_lens
+    shared = _read_runs(codec, layer, batch)
+    batch.reads.tokens_alone = sum(seq_lens)
+    batch.reads.tokens = sum(seq_lens) - page_size * sum(
+        (len(run.seqs) - 1) * (run.stop - run.start) for run in batch.runs
+    )
     outs = []
     for i, seq_len in enumerate(seq_lens):
         num_pages, num_slots = -(-seq_len // page_size), -(-seq_len // TILE) * TILE
-        page_ids = batch.page_table[i, :num_pages].long()
+        parts, start = shared[i]
+        page_ids = batch.page_table[i, start:num_pages].long()
         # Whole tiles are read; what is behind the last token may be anything, NaN too.
         page_ids = F.pad(page_ids, (0, -(-num_slots // page_size) - num_pages))
-        k = read_rows(codec.k_format, layer.k_pages, layer.k_scale, page_ids)
-        v = read_rows(codec.v_format, layer.v_pages, layer.v_scale, page_ids)
+        parts = [*parts, _read_pages(codec, layer, page_ids)]
+        k, v = (torch.cat(rows, dim=1) for rows in zip(*parts, strict=True))
         k[:, seq_len:] = 0
         v[:, seq_len:] = 0
         rows = queries[cu_seqlens_q[i] : cu_seqlens_q[i + 1]].transpose(0, 1)

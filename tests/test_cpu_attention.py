@@ -57,7 +57,14 @@ class Case:
             v_head_dim=v_head_dim,
             dtype=model_dtype,
         )
-        config = KVConfig(dtype=dtype, v_dtype=v_dtype, page_size=page_size, rotate=rotate)
+        # Whether sharing pays is measured: tests/test_groups.py has it always and never.
+        config = KVConfig(
+            dtype=dtype,
+            v_dtype=v_dtype,
+            page_size=page_size,
+            rotate=rotate,
+            shared_prefix="never",
+        )
         self.codec = KVCodec(spec, config)
         num_pages = [-(-n // page_size) for n in seq_lens]
         self.page_table = torch.zeros(len(seq_lens), max(num_pages) + 2, dtype=torch.int32)

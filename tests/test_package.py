@@ -57,6 +57,8 @@ IMPORT_ORDER = [
     "radix",
     "view",
     "quant",
+    "groups",
+    "costs",
     "reference",
     "pool",
     "cpu_backend",
