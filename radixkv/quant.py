@@ -15,11 +15,11 @@ is contiguous), per layer:
 | int8       | int8, -127..127            | 1: amax / 127             | code * scale             |
 | fp8        | float8_e4m3fn              | 1: amax / 448             | code * scale             |
 | fp8_e5m2   | float8_e5m2                | 1: amax / 57344           | code * scale             |
-| int4       | uint8, two codes a byte    | 2 a group: scale, zero    | code * scale + zero      |
+| int4       | uint8, two codes a byte    | 1 a group, of either sign | (code - 8) * scale       |
 | model      | the model's own dtype      | none                      | code                     |
 
 An int4 byte j holds element j in its low half and element j + head_dim / 2 in its high half;
-a group is a run of at most 64 elements of the row.
+a group is a run of `int4_group_size` elements of the row, at most 32.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from radixkv.config import KVConfig, require_int
 
@@ -151,8 +152,27 @@ class Fp8Format(KVFormat):
         return codes.float() * scales.float()
 
 
+INT4_SEARCH = (1.0, 0.93, 0.86, 0.8)
+"""Scales that an int4 group may take, as shares of the largest: the one with least error wins."""
+
+
+def int4_group_size(head_dim: int) -> int:
+    """Elements of an int4 row that share a scale: its largest even divisor that is at most 32.
+
+    >>> [int4_group_size(head_dim) for head_dim in (64, 80, 96, 112, 128)]
+    [32, 20, 32, 28, 32]
+    """
+    return next(size for size in range(32, 1, -2) if head_dim % size == 0)
+
+
 class Int4Format(KVFormat):
-    """Packed 4-bit codes; a scale and a zero a group; error at most half a scale."""
+    """Packed 4-bit codes -8..7, a signed scale a group.
+
+    There is one more code on one side of zero than on the other: the sign of the scale puts it
+    on the side of the group's largest element. A scale below the largest that fits clips few
+    elements and serves the others better; of `INT4_SEARCH` the one is taken that leaves the
+    least squared error.
+    """
 
     name = "int4"
     code_dtype = torch.uint8
@@ -165,25 +185,38 @@ class Int4Format(KVFormat):
                 f'KVConfig.dtype: "int4" needs an even head_dim, got {head_dim}; use "int8"'
             )
         self.code_width = head_dim // 2
-        self.group_size = next(g for g in range(min(64, head_dim), 0, -1) if head_dim % g == 0)
-        self.num_scales = 2 * (head_dim // self.group_size)
+        self.group_size = int4_group_size(head_dim)
+        self.num_scales = head_dim // self.group_size
 
     def quantize(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         groups = rows.unflatten(-1, (-1, self.group_size))
-        low, high = groups.amin(dim=-1, keepdim=True), groups.amax(dim=-1, keepdim=True)
-        zero = (low - low.abs() * 2.0**-8).to(SCALE_DTYPE)  # rounded down: never above `low`
-        scale = ((high - zero.float()) / 15.0).clamp_min(_MIN_SCALE).to(SCALE_DTYPE)
-        codes = ((groups - zero.float()) / scale.float()).round_().clamp_(0, 15)
-        codes = codes.to(torch.uint8).flatten(-2)
-        low_half, high_half = codes.chunk(2, dim=-1)
-        packed: Tensor = low_half | (high_half << 4)
-        return packed, torch.cat([scale, zero], dim=-1).flatten(-2)
+        amax = groups.abs().amax(dim=-1, keepdim=True)
+        above = groups.amax(dim=-1, keepdim=True) >= amax
+        best, scale, codes = torch.full_like(amax, torch.inf), amax, groups
+        for i, share in enumerate(INT4_SEARCH):
+            size = (amax * (share / 7.5)).clamp_min(_MIN_SCALE).to(SCALE_DTYPE).float()
+            tried = torch.where(above, -size, size)
+            coded = (groups * tried.reciprocal()).round_().clamp_(-8, 7)
+            error = _sum_halves((groups - coded * tried).square_())
+            better = (error < best) | (i == 0)
+            best, scale = torch.where(better, error, best), torch.where(better, tried, scale)
+            codes = torch.where(better, coded, codes)
+        low_half, high_half = (codes + 8).to(torch.uint8).flatten(-2).chunk(2, dim=-1)
+        return low_half | (high_half << 4), scale.to(SCALE_DTYPE).flatten(-2)
 
     def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
-        real = torch.cat([codes & 15, codes >> 4], dim=-1).float()
-        scale, zero = scales.float().unflatten(-1, (-1, 2)).split(1, dim=-1)
-        rows: Tensor = real.unflatten(-1, (-1, self.group_size)) * scale + zero
+        real = torch.cat([codes & 15, codes >> 4], dim=-1).float() - 8
+        rows: Tensor = real.unflatten(-1, (-1, self.group_size)) * scales.float()[..., None]
         return rows.flatten(-2)
+
+
+def _sum_halves(groups: Tensor) -> Tensor:
+    """Sum over the last dimension (at most 32), keeping it, in the one order that kernels have."""
+    groups = F.pad(groups, (0, 32 - groups.shape[-1]))
+    while groups.shape[-1] > 1:
+        half = groups.shape[-1] // 2
+        groups = groups[..., :half] + groups[..., half:]
+    return groups
 
 
 class ModelFormat(KVFormat):
