@@ -303,6 +303,12 @@ def rotate_kernel(
 
 
 @triton.jit
+def _half_minus(bits, BASE: tl.constexpr):
+    """Small integers in the low bits of uint16, less BASE, as half floats: exact, no conversion."""
+    return (bits | 0x6400).to(tl.float16, bitcast=True) - (1024.0 + BASE)
+
+
+@triton.jit
 def _read(
     pages_ptr,
     scale_ptr,
@@ -316,10 +322,11 @@ def _read(
 ):
     """Stored rows as numbers of DOT, and a float32 factor a row that makes them real.
 
-    [BLOCK_N, BLOCK] twice (int4: the low and the high half of a row; else twice the same), and
-    [BLOCK_N].
+    Two tiles [BLOCK_N, BLOCK]: the two elements of each column, j and j + HEAD_DIM / 2 for int4,
+    2 j and 2 j + 1 for the formats of a byte, which are read in pairs (for MODEL twice the one
+    tile that there is); and [BLOCK_N].
     """
-    WIDTH: tl.constexpr = HEAD_DIM // 2 if FORMAT == INT4 else HEAD_DIM
+    WIDTH: tl.constexpr = HEAD_DIM if FORMAT == MODEL else HEAD_DIM // 2
     offs = tl.arange(0, BLOCK)
     place = pages_ptr + row[:, None] * WIDTH + offs[None, :]
     mask_d = mask[:, None]
@@ -329,8 +336,8 @@ def _read(
         codes = tl.load(place, mask=mask_d, other=0.0).to(DOT)
         return codes, codes, mask.to(tl.float32)
     elif FORMAT == INT4:
-        raw = tl.load(place, mask=mask_d, other=0)
-        low, high = (raw & 15).to(DOT) - 8.0, (raw >> 4).to(DOT) - 8.0
+        raw = tl.load(place, mask=mask_d, other=0).to(tl.uint16)
+        low, high = _half_minus(raw & 15, 8).to(DOT), _half_minus(raw >> 4, 8).to(DOT)
         NUM: tl.constexpr = HEAD_DIM // GROUP
         if (WIDTH == BLOCK) and (WIDTH % GROUP == 0) and (GROUP == 32):
             offs_g = tl.arange(0, NUM // 2)
@@ -357,18 +364,20 @@ def _read(
             high = high * (scale_high * inverse[:, None]).to(DOT)
             return low, high, factor
     else:
-        raw = tl.load(place, mask=mask_d, other=0)
-        scale = tl.load(scale_ptr + row, mask=mask, other=0.0).to(tl.float32)
+        raw = tl.load(place, mask=mask_d, other=0).to(tl.uint16, bitcast=True)
+        factor = tl.load(scale_ptr + row, mask=mask, other=0.0).to(tl.float32)
         if FORMAT == INT8:
-            codes = raw.to(DOT)
+            raw = raw ^ 0x8080
+            low, high = _half_minus(raw & 0xFF, 128), _half_minus(raw >> 8, 128)
         elif FORMAT == FP8:
-            # The bits of a half float whose exponent is 8 too low: mended in the scale.
-            bits = ((raw & 0x80).to(tl.uint16) << 8) | ((raw & 0x7F).to(tl.uint16) << 7)
-            codes = bits.to(tl.float16, bitcast=True).to(DOT)
-            scale = scale * 256.0
+            # The bits of half floats whose exponents are 8 too low: mended in the factor.
+            low = (((raw & 0x80) << 8) | ((raw & 0x7F) << 7)).to(tl.float16, bitcast=True)
+            high = ((raw & 0x8000) | ((raw & 0x7F00) >> 1)).to(tl.float16, bitcast=True)
+            factor = factor * 256.0
         else:
-            codes = (raw.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(DOT)
-        return codes, codes, scale
+            low = (raw << 8).to(tl.float16, bitcast=True)
+            high = (raw & 0xFF00).to(tl.float16, bitcast=True)
+        return low.to(DOT), high.to(DOT), factor
 
 
 @triton.jit
@@ -382,9 +391,10 @@ def _read_queries(
     DOT: tl.constexpr,
 ):
     """Queries in the arrangement of `_read`, and a float32 factor a row: [BLOCK_M]."""
-    WIDTH: tl.constexpr = HEAD_DIM // 2 if FORMAT == INT4 else HEAD_DIM
+    WIDTH: tl.constexpr = HEAD_DIM if FORMAT == MODEL else HEAD_DIM // 2
+    STEP: tl.constexpr = 1 if FORMAT == MODEL or FORMAT == INT4 else 2
     offs = tl.arange(0, BLOCK)
-    place = q_ptr + start[:, None] + offs[None, :]
+    place = q_ptr + start[:, None] + offs[None, :] * STEP
     mask_d = mask[:, None] & (offs < WIDTH)[None, :]
     low = tl.load(place, mask=mask_d, other=0.0).to(tl.float32)
     # One value that is not finite makes the whole result NaN, never a number.
@@ -393,15 +403,37 @@ def _read_queries(
     if FORMAT == MODEL:
         low = low.to(DOT)
         return low, low, factor
-    high = low
-    if FORMAT == INT4:
-        high = tl.load(place + WIDTH, mask=mask_d, other=0.0).to(tl.float32)
-        high = tl.where(tl.abs(high) < float("inf"), high, float("nan"))
+    SECOND: tl.constexpr = WIDTH if FORMAT == INT4 else 1
+    high = tl.load(place + SECOND, mask=mask_d, other=0.0).to(tl.float32)
+    high = tl.where(tl.abs(high) < float("inf"), high, float("nan"))
     if DOT == tl.float16:
         size = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
         factor, inverse = _power_of_two(size)
         low, high = low * inverse[:, None], high * inverse[:, None]
     return low.to(DOT), high.to(DOT), factor
+
+
+@triton.jit
+def _store_rows(
+    out_ptr,
+    start,  # [BLOCK_M] int64: where each row begins
+    mask,  # [BLOCK_M]
+    acc,
+    acc_high,
+    FORMAT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Store rows that lie in the arrangement of `_read`."""
+    WIDTH: tl.constexpr = HEAD_DIM if FORMAT == MODEL else HEAD_DIM // 2
+    STEP: tl.constexpr = 1 if FORMAT == MODEL or FORMAT == INT4 else 2
+    SECOND: tl.constexpr = WIDTH if FORMAT == INT4 else 1
+    offs = tl.arange(0, BLOCK)
+    place = out_ptr + start[:, None] + offs[None, :] * STEP
+    mask_d = mask[:, None] & (offs < WIDTH)[None, :]
+    tl.store(place, acc.to(out_ptr.dtype.element_ty), mask=mask_d)
+    if FORMAT != MODEL:
+        tl.store(place + SECOND, acc_high.to(out_ptr.dtype.element_ty), mask=mask_d)
 
 
 @triton.jit
@@ -441,12 +473,12 @@ def _attend(
 ):
     """Online softmax over tokens first..last-1, in tiles that begin at multiples of BLOCK_N.
 
-    Returns the weighted sums of V ([BLOCK_M, V_BLOCK], for int4 of both halves), not yet
+    Returns the weighted sums of V (twice [BLOCK_M, V_BLOCK], arranged as in `_read`), not yet
     divided by the sum of weights; and m, l: the largest score times log2(e), the sum of
     2^(score - m). [BLOCK_M] each.
     """
     acc = tl.zeros((BLOCK_M, V_BLOCK), tl.float32)
-    acc_high = acc  # int4 only
+    acc_high = acc
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l = tl.zeros((BLOCK_M,), tl.float32)  # noqa: E741
     for start in tl.range(first // BLOCK_N * BLOCK_N, last, BLOCK_N):
@@ -458,7 +490,7 @@ def _attend(
             k_pages_ptr, k_scale_ptr, row, stored, K_FORMAT, HEAD_DIM, K_GROUP, K_BLOCK, K_DOT
         )
         score = tl.dot(q_low, tl.trans(k_low), input_precision="ieee")
-        if K_FORMAT == INT4:
+        if K_FORMAT != MODEL:
             score = tl.dot(q_high, tl.trans(k_high), score, input_precision="ieee")
         score = score * q_factor[:, None]
         if K_FORMAT != MODEL:
@@ -489,30 +521,9 @@ def _attend(
             unit, inverse = _power_of_two(tl.max(v_factor, 0))
             weight = (p * (v_factor * inverse)[None, :]).to(V_DOT)
             acc = acc * decay_m[:, None] + tl.dot(weight, v_low, input_precision="ieee") * unit
-            if V_FORMAT == INT4:
-                part = tl.dot(weight, v_high, input_precision="ieee") * unit
-                acc_high = acc_high * decay_m[:, None] + part
+            part = tl.dot(weight, v_high, input_precision="ieee") * unit
+            acc_high = acc_high * decay_m[:, None] + part
     return acc, acc_high, m, l
-
-
-@triton.jit
-def _store_rows(
-    out_ptr,
-    start,  # [BLOCK_M] int64: where each row begins
-    mask,  # [BLOCK_M]
-    acc,
-    acc_high,
-    FORMAT: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    WIDTH: tl.constexpr = HEAD_DIM // 2 if FORMAT == INT4 else HEAD_DIM
-    offs = tl.arange(0, BLOCK)
-    place = out_ptr + start[:, None] + offs[None, :]
-    mask_d = mask[:, None] & (offs < WIDTH)[None, :]
-    tl.store(place, acc.to(out_ptr.dtype.element_ty), mask=mask_d)
-    if FORMAT == INT4:
-        tl.store(place + WIDTH, acc_high.to(out_ptr.dtype.element_ty), mask=mask_d)
 
 
 @triton.jit

@@ -90,9 +90,14 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    # Kernels read float8 as bytes; int8 as it is.
-    return tensor.view(torch.uint8) if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1 else tensor
+def _written(pages: Tensor) -> Tensor:
+    """Pages as `write_kernel` takes them: float8 as bytes."""
+    return pages.view(torch.uint8) if "float8" in str(pages.dtype) else pages
+
+
+def _read(kv_format: KVFormat, pages: Tensor) -> Tensor:
+    """Pages as attention takes them: codes of a byte in pairs, so that 16 bytes are 8 elements."""
+    return pages if kv_format.name in ("model", "int4") else pages.view(torch.int16)
 
 
 def _unit_stride(rows: Tensor) -> Tensor:
@@ -100,7 +105,7 @@ def _unit_stride(rows: Tensor) -> Tensor:
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
-def _rotation(head_dim: int, rotate: bool) -> int:
+def rotation_log2(head_dim: int, rotate: bool) -> int:
     """log2 of the Hadamard blocks of `radixkv.quant.hadamard`; 0 is no rotation."""
     return (head_dim & -head_dim).bit_length() - 1 if rotate else 0
 
@@ -111,10 +116,12 @@ def _group(kv_format: KVFormat) -> int:
 
 def _require_head_dim(codec: KVCodec) -> None:
     for kv_format in (codec.k_format, codec.v_format):
-        if not 1 <= kv_format.head_dim <= MAX_HEAD_DIM:
+        odd = kv_format.head_dim % 2 and kv_format.name != "model"
+        if odd or not 1 <= kv_format.head_dim <= MAX_HEAD_DIM:
             raise ValueError(
-                f"head_dim: expected 1 to {MAX_HEAD_DIM} for the triton backend, got "
-                f'{kv_format.head_dim}; use backend="cpu" or "torch"'
+                f"head_dim: expected 1 to {MAX_HEAD_DIM} for the triton backend, even for "
+                f"quantized pages, got {kv_format.head_dim}; "
+                f'use backend="cpu" or "torch"'
             )
 
 
@@ -130,7 +137,7 @@ def _dot_dtype(kv_format: KVFormat, q_dtype: torch.dtype) -> Any:
 
 def _block(kv_format: KVFormat) -> int:
     """Columns of a tile of codes: at least what a tensor core takes."""
-    width = kv_format.head_dim // (2 if kv_format.name == "int4" else 1)
+    width = kv_format.head_dim // (1 if kv_format.name == "model" else 2)
     return max(16, triton.next_power_of_2(width))
 
 
@@ -146,8 +153,8 @@ def write_constants(codec: KVCodec) -> dict[str, Any]:
         "K_GROUP": _group(k),
         "V_GROUP": _group(v),
         "SEARCH": INT4_SEARCH,
-        "K_ROTATE": _rotation(k.head_dim, codec.rotate_k),
-        "V_ROTATE": _rotation(v.head_dim, codec.rotate_v),
+        "K_ROTATE": rotation_log2(k.head_dim, codec.rotate_k),
+        "V_ROTATE": rotation_log2(v.head_dim, codec.rotate_v),
         "BLOCK_T": _WRITE_TOKENS,
     }
 
@@ -177,6 +184,17 @@ def attention_constants(
         "HEADS": heads,
         "BLOCK_M": max(tile.block_m, triton.next_power_of_2(heads)),
         "BLOCK_N": tile.block_n,
+    }
+
+
+def merge_constants(codec: KVCodec, *, has_table: bool) -> dict[str, Any]:
+    """Compile-time arguments of `merge_kernel` but for sinks."""
+    head_dim = codec.v_format.head_dim
+    return {
+        "HAS_TABLE": has_table,
+        "HEAD_DIM": head_dim,
+        "ROTATE": rotation_log2(head_dim, codec.rotate_v),
+        "BLOCK_H": _MERGE_HEADS,
     }
 
 
@@ -238,8 +256,8 @@ def write_kv(
             k,
             v,
             slot_mapping,
-            _as_bytes(layer.k_pages),
-            _as_bytes(layer.v_pages),
+            _written(layer.k_pages),
+            _written(layer.v_pages),
             layer.k_scale,
             layer.v_scale,
             _faults(codec, k.device)[layer_idx],
@@ -267,7 +285,7 @@ def rotate_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
             num_heads,
             *rows.stride()[:2],
             HEAD_DIM=head_dim,
-            ROTATE=_rotation(head_dim, True),
+            ROTATE=rotation_log2(head_dim, True),
             BLOCK_T=_WRITE_TOKENS,
             enable_fp_fusion=True,
         )
@@ -326,8 +344,8 @@ def _split(
             q,
             out,
             lse,
-            _as_bytes(layer.k_pages),
-            _as_bytes(layer.v_pages),
+            _read(codec.k_format, layer.k_pages),
+            _read(codec.v_format, layer.v_pages),
             layer.k_scale,
             layer.v_scale,
             table,
@@ -433,11 +451,8 @@ def _merge(
             _optional(rule.sinks, like),
             num_columns,
             num_q_heads,
-            HAS_TABLE=table is not None,
             HAS_SINKS=rule.sinks is not None,
-            HEAD_DIM=codec.v_format.head_dim,
-            ROTATE=_rotation(codec.v_format.head_dim, codec.rotate_v),
-            BLOCK_H=_MERGE_HEADS,
+            **merge_constants(codec, has_table=table is not None),
             enable_fp_fusion=True,
         )
     runs["merge"] += 1
@@ -507,8 +522,8 @@ def _extend(
         gpu.extend_kernel[(num_tiles, num_kv_heads * triton.cdiv(group, constants["HEADS"]))](
             q,
             out,
-            _as_bytes(layer.k_pages),
-            _as_bytes(layer.v_pages),
+            _read(codec.k_format, layer.k_pages),
+            _read(codec.v_format, layer.v_pages),
             layer.k_scale,
             layer.v_scale,
             batch.page_table,
@@ -578,16 +593,30 @@ def paged_attention(
     return out
 
 
-def copy_pages(pages: LayerPages, copies: Sequence[tuple[int, int, int]]) -> None:
+def copy_constants(codec: KVCodec) -> dict[str, Any]:
+    """Compile-time arguments of `copy_kernel`."""
+    k, v = codec.k_format, codec.v_format
+    return {
+        "PAGE_SIZE": codec.config.page_size,
+        "K_BYTES": k.code_width * k.code_dtype.itemsize,
+        "V_BYTES": v.code_width * v.code_dtype.itemsize,
+        "K_SCALE_BYTES": k.num_scales * SCALE_DTYPE.itemsize,
+        "V_SCALE_BYTES": v.num_scales * SCALE_DTYPE.itemsize,
+        "BLOCK": 2048,
+    }
+
+
+def copy_pages(
+    codec: KVCodec, pages: LayerPages, copies: Sequence[tuple[int, int, int]]
+) -> None:
     """Copy the first tokens of pages onto others, scales included, in all layers.
 
     Args:
         pages: of all layers: [num_layers, num_pages, num_kv_heads, page_size, ...] each.
         copies: source page, target page, tokens; no target is a source as well.
     """
-    num_layers, num_pages, num_kv_heads, page_size = pages.k_pages.shape[:4]
+    num_layers, num_pages, num_kv_heads = pages.k_pages.shape[:3]
     device = pages.k_pages.device
-    row_bytes = [t.shape[4] * t.dtype.itemsize for t in pages]
     raw = [t.view(torch.uint8) if t.numel() else pages.k_pages.view(torch.uint8) for t in pages]
     table = torch.tensor(copies, dtype=torch.int32).to(device, non_blocking=True)
     with _on(device):
@@ -596,12 +625,7 @@ def copy_pages(pages: LayerPages, copies: Sequence[tuple[int, int, int]]) -> Non
             table,
             num_pages,
             num_kv_heads,
-            PAGE_SIZE=page_size,
-            K_BYTES=row_bytes[0],
-            V_BYTES=row_bytes[1],
-            K_SCALE_BYTES=row_bytes[2],
-            V_SCALE_BYTES=row_bytes[3],
-            BLOCK=2048,
+            **copy_constants(codec),
             enable_fp_fusion=True,
         )
     runs["copy"] += 1
