@@ -142,9 +142,7 @@ def _source(job: CompileJob) -> tuple[Any, dict[str, Any], dict[str, str]]:
     if job.kernel == "merge":
         constants = triton_backend.merge_constants(codec, has_table=False) | sinks
         return gpu.merge_kernel, constants, types
-    constants = triton_backend.attention_constants(
-        codec, job.dtype, job.group, rule, job_tile(job)
-    )
+    constants = triton_backend.attention_constants(codec, job.dtype, job.group, rule, job_tile(job))
     if job.kernel == "extend":
         types["out_ptr"] = "*fp32" if codec.rotate_v else model
         return gpu.extend_kernel, constants | sinks, types

@@ -43,8 +43,9 @@ _FORMATS = {
     "model": gpu.MODEL.value,
 }
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-_WRITE_TOKENS = 64 if INTERPRETED else 4  # the interpreter pays for programs, not for their size
-_MERGE_HEADS = 4
+# The interpreter pays for programs, whatever their size.
+_WRITE_TOKENS = 64 if INTERPRETED else 4
+_MERGE_HEADS = 64 if INTERPRETED else 4
 _MAX_HEADS = 64  # query heads of a KV head in one tile; more take several
 
 
@@ -500,6 +501,87 @@ def merge(
     return out
 
 
+def share(
+    batch: AttentionBatch, runs: Sequence[tuple[int, int, Sequence[int]]], page_size: int
+) -> tuple[SharedRuns, Tensor, Tensor]:
+    """What `shared_decode`, `decode_tails` and `merge` need to read shared pages once.
+
+    Args:
+        batch: of sequences with one new token each.
+        runs: first column of the page table, the column after the last, and the sequences that
+            have the same pages there; a sequence's runs follow one another from column 0.
+    Returns:
+        the runs; the first token of each sequence that is in none, [num_seqs] int32; which pairs
+        of query and run belong to each sequence, [num_seqs, most runs of one] int32.
+
+    Complexity: O(pairs) on the host; nothing waits for the device.
+    """
+    num_seqs, device = batch.seq_lens.shape[0], batch.seq_lens.device
+    width = max(stop - start for start, stop, _ in runs)
+    tails = [0] * num_seqs
+    owned: list[list[int]] = [[] for _ in range(num_seqs)]
+    rows: list[int] = []
+    cumulative = [0]
+    for _, stop, seqs in runs:
+        for seq in seqs:
+            owned[int(seq)].append(len(rows))
+            rows.append(int(seq))
+            tails[int(seq)] = max(tails[int(seq)], stop * page_size)
+        cumulative.append(len(rows))
+    most = max(map(len, owned))
+    owners = [pairs + [-1] * (most - len(pairs)) for pairs in owned]
+
+    def on_device(values: Any) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32).to(device, non_blocking=True)
+
+    firsts = torch.tensor([int(seqs[0]) for _, _, seqs in runs]).to(device, non_blocking=True)
+    columns = on_device([start for start, _, _ in runs]).long()[:, None]
+    columns = columns + torch.arange(width, device=device)
+    table = batch.page_table[firsts[:, None], columns.clamp_max(batch.page_table.shape[1] - 1)]
+    shared = SharedRuns(
+        page_table=table.contiguous(),
+        starts=on_device([start * page_size for start, _, _ in runs]),
+        ends=on_device([stop * page_size for _, stop, _ in runs]),
+        cu_queries=on_device(cumulative),
+        query_rows=on_device(rows),
+        query_pos=batch.seq_lens - 1,
+    )
+    return shared, on_device(tails), on_device(owners)
+
+
+def shared_attention(
+    codec: KVCodec,
+    layer: LayerPages,
+    q: Tensor,
+    batch: AttentionBatch,
+    runs: Sequence[tuple[int, int, Sequence[int]]],
+    rule: ScoreRule,
+) -> Tensor:
+    """As `paged_attention` for sequences with one new token each; ``runs`` are read once.
+
+    Args:
+        runs: as `share` takes them; the plan is made once a step.
+    """
+    plans = batch.__dict__.setdefault("_triton_plans", {})
+    key = tuple((start, stop, tuple(map(int, seqs))) for start, stop, seqs in runs)
+    if key not in plans:
+        plans[key] = share(batch, runs, codec.config.page_size)
+    shared, tails, owners = plans[key]
+    num_seqs = batch.seq_lens.shape[0]
+    own = torch.arange(num_seqs, dtype=torch.int32, device=q.device)[:, None]
+    return merge(
+        codec,
+        [
+            shared_decode(codec, layer, q, shared, rule),
+            decode_tails(codec, layer, q, batch, tails, rule),
+        ],
+        [owners, own],
+        rule,
+        num_rows=num_seqs,
+        dtype=q.dtype,
+    )
+
+
 def _extend(
     codec: KVCodec,
     layer: LayerPages,
@@ -606,9 +688,7 @@ def copy_constants(codec: KVCodec) -> dict[str, Any]:
     }
 
 
-def copy_pages(
-    codec: KVCodec, pages: LayerPages, copies: Sequence[tuple[int, int, int]]
-) -> None:
+def copy_pages(codec: KVCodec, pages: LayerPages, copies: Sequence[tuple[int, int, int]]) -> None:
     """Copy the first tokens of pages onto others, scales included, in all layers.
 
     Args:
