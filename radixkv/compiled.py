@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,6 @@ class CompileReport:
         spill_bytes: per thread, stored to local memory for want of registers.
         shared_bytes: per program.
         load_bytes: width of each load from global memory in the machine code, widest first.
-        page_load_bytes: the width of the loads that read codes: the widest there are.
         seconds: what compiling took.
     """
 
@@ -87,6 +86,7 @@ class CompileReport:
 
     @property
     def page_load_bytes(self) -> int:
+        """Width of the loads that read codes: the widest there are."""
         return self.load_bytes[0] if self.load_bytes else 0
 
 
@@ -103,10 +103,14 @@ def job_tile(job: CompileJob) -> Tile:
     return job.tile or shipped_tile(job.kernel, job.kv_dtype, job.head_dim)
 
 
+def _make_codec(job: CompileJob) -> KVCodec:
+    spec = KVSpec(num_layers=1, num_kv_heads=8, head_dim=job.head_dim, dtype=job.dtype)
+    return KVCodec(spec, KVConfig(dtype=job.kv_dtype, page_size=16))
+
+
 def _source(job: CompileJob) -> tuple[Any, dict[str, Any], dict[str, str]]:
     """The kernel, its compile-time arguments, and the types of those that are not."""
-    spec = KVSpec(num_layers=1, num_kv_heads=8, head_dim=job.head_dim, dtype=job.dtype)
-    codec = KVCodec(spec, KVConfig(dtype=job.kv_dtype, page_size=16))
+    codec = _make_codec(job)
     rotate = triton_backend.rotation_log2(job.head_dim, codec.rotate_k)
     model = _TYPES[job.dtype]
     types = {
@@ -241,6 +245,37 @@ def _read_cubin(cubin: bytes, shared_bytes: int, seconds: float) -> CompileRepor
     return CompileReport(
         registers, spills, shared_bytes, tuple(sorted(loads, reverse=True)), seconds
     )
+
+
+def _wide_loads(job: CompileJob) -> int:
+    """How many loads of 16 bytes a thread needs for one tile of K and V (and its queries)."""
+    if job.kernel not in TILED:
+        return 0
+    codec, tile = _make_codec(job), job_tile(job)
+    row_bytes = codec.k_format.code_width * codec.k_format.code_dtype.itemsize
+    if row_bytes % 16:
+        return 0  # such rows (int4 of head_dim 80) cannot be read so
+    thread_bytes = 16 * tile.num_warps * TARGETS[job.target].warp_size
+    count = 2 * (tile.block_n * row_bytes // thread_bytes)
+    if job.kv_dtype == "int4":  # whose queries are float32 rows read in halves
+        count += tile.block_m * job.head_dim * 4 // thread_bytes
+    return count
+
+
+def faults_of(job: CompileJob, report: CompileReport) -> list[str]:
+    """What is wrong with a compiled kernel; empty if nothing is.
+
+    Tiles that only the tuner may choose may spill: it measures them.
+    """
+    faults = []
+    if report.spill_bytes and job.tile in (None, job_tile(replace(job, tile=None))):
+        faults.append(f"{report.spill_bytes} bytes a thread spilled")
+    if report.shared_bytes > SHARED_LIMITS[job.target]:
+        faults.append(f"{report.shared_bytes} bytes shared, limit {SHARED_LIMITS[job.target]}")
+    wide = sum(width == 16 for width in report.load_bytes)
+    if wide < _wide_loads(job):
+        faults.append(f"{wide} loads of 16 bytes, expected {_wide_loads(job)} or more")
+    return faults
 
 
 def jobs(
