@@ -81,8 +81,7 @@ def _rotate(x, ROWS: tl.constexpr, BLOCK: tl.constexpr, LOG2: tl.constexpr):
 def _sum_halves(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, LOG2: tl.constexpr):
     """Sum of each row in the order of `radixkv.quant`: the halves, then theirs. [ROWS]."""
     for i in tl.static_range(LOG2):
-        HALF: tl.constexpr = WIDTH // 2 ** (i + 1)
-        a, b = tl.split(tl.permute(tl.reshape(x, (ROWS, 2, HALF)), (0, 2, 1)))
+        a, b = tl.split(tl.permute(tl.reshape(x, (ROWS, 2, WIDTH // 2 ** (i + 1))), (0, 2, 1)))
         x = a + b
     return tl.reshape(x, (ROWS,))
 
@@ -335,7 +334,7 @@ def _read(
     if FORMAT == MODEL:
         codes = tl.load(place, mask=mask_d, other=0.0).to(DOT)
         return codes, codes, mask.to(tl.float32)
-    elif FORMAT == INT4:
+    if FORMAT == INT4:
         raw = tl.load(place, mask=mask_d, other=0).to(tl.uint16)
         low, high = _half_minus(raw & 15, 8).to(DOT), _half_minus(raw >> 4, 8).to(DOT)
         NUM: tl.constexpr = HEAD_DIM // GROUP
@@ -353,31 +352,29 @@ def _read(
             low = tl.reshape(low, (ROWS, NUM // 2, GROUP)) * scale_low[:, :, None]
             high = tl.reshape(high, (ROWS, NUM // 2, GROUP)) * scale_high[:, :, None]
             return tl.reshape(low, (ROWS, BLOCK)), tl.reshape(high, (ROWS, BLOCK)), factor
-        else:
-            place_g = scale_ptr + row[:, None] * NUM + (offs // GROUP)[None, :]
-            scale_low = tl.load(place_g, mask=mask_d, other=0.0).to(tl.float32)
-            place_g = scale_ptr + row[:, None] * NUM + ((offs + WIDTH) // GROUP)[None, :]
-            scale_high = tl.load(place_g, mask=mask_d, other=0.0).to(tl.float32)
-            size = tl.maximum(tl.max(tl.abs(scale_low), 1), tl.max(tl.abs(scale_high), 1))
-            factor, inverse = _power_of_two(size)
-            low = low * (scale_low * inverse[:, None]).to(DOT)
-            high = high * (scale_high * inverse[:, None]).to(DOT)
-            return low, high, factor
+        place_g = scale_ptr + row[:, None] * NUM + (offs // GROUP)[None, :]
+        scale_low = tl.load(place_g, mask=mask_d, other=0.0).to(tl.float32)
+        place_g = scale_ptr + row[:, None] * NUM + ((offs + WIDTH) // GROUP)[None, :]
+        scale_high = tl.load(place_g, mask=mask_d, other=0.0).to(tl.float32)
+        size = tl.maximum(tl.max(tl.abs(scale_low), 1), tl.max(tl.abs(scale_high), 1))
+        factor, inverse = _power_of_two(size)
+        low = low * (scale_low * inverse[:, None]).to(DOT)
+        high = high * (scale_high * inverse[:, None]).to(DOT)
+        return low, high, factor
+    raw = tl.load(place, mask=mask_d, other=0).to(tl.uint16, bitcast=True)
+    factor = tl.load(scale_ptr + row, mask=mask, other=0.0).to(tl.float32)
+    if FORMAT == INT8:
+        raw = raw ^ 0x8080
+        low, high = _half_minus(raw & 0xFF, 128), _half_minus(raw >> 8, 128)
+    elif FORMAT == FP8:
+        # The bits of half floats whose exponents are 8 too low: mended in the factor.
+        low = (((raw & 0x80) << 8) | ((raw & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        high = ((raw & 0x8000) | ((raw & 0x7F00) >> 1)).to(tl.float16, bitcast=True)
+        factor = factor * 256.0
     else:
-        raw = tl.load(place, mask=mask_d, other=0).to(tl.uint16, bitcast=True)
-        factor = tl.load(scale_ptr + row, mask=mask, other=0.0).to(tl.float32)
-        if FORMAT == INT8:
-            raw = raw ^ 0x8080
-            low, high = _half_minus(raw & 0xFF, 128), _half_minus(raw >> 8, 128)
-        elif FORMAT == FP8:
-            # The bits of half floats whose exponents are 8 too low: mended in the factor.
-            low = (((raw & 0x80) << 8) | ((raw & 0x7F) << 7)).to(tl.float16, bitcast=True)
-            high = ((raw & 0x8000) | ((raw & 0x7F00) >> 1)).to(tl.float16, bitcast=True)
-            factor = factor * 256.0
-        else:
-            low = (raw << 8).to(tl.float16, bitcast=True)
-            high = (raw & 0xFF00).to(tl.float16, bitcast=True)
-        return low.to(DOT), high.to(DOT), factor
+        low = (raw << 8).to(tl.float16, bitcast=True)
+        high = (raw & 0xFF00).to(tl.float16, bitcast=True)
+    return low.to(DOT), high.to(DOT), factor
 
 
 @triton.jit
@@ -392,7 +389,7 @@ def _read_queries(
 ):
     """Queries in the arrangement of `_read`, and a float32 factor a row: [BLOCK_M]."""
     WIDTH: tl.constexpr = HEAD_DIM if FORMAT == MODEL else HEAD_DIM // 2
-    STEP: tl.constexpr = 1 if FORMAT == MODEL or FORMAT == INT4 else 2
+    STEP: tl.constexpr = 1 if (FORMAT == MODEL) | (FORMAT == INT4) else 2
     offs = tl.arange(0, BLOCK)
     place = q_ptr + start[:, None] + offs[None, :] * STEP
     mask_d = mask[:, None] & (offs < WIDTH)[None, :]
@@ -406,7 +403,7 @@ def _read_queries(
     SECOND: tl.constexpr = WIDTH if FORMAT == INT4 else 1
     high = tl.load(place + SECOND, mask=mask_d, other=0.0).to(tl.float32)
     high = tl.where(tl.abs(high) < float("inf"), high, float("nan"))
-    if DOT == tl.float16:
+    if tl.float16 == DOT:
         size = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
         factor, inverse = _power_of_two(size)
         low, high = low * inverse[:, None], high * inverse[:, None]
@@ -426,7 +423,7 @@ def _store_rows(
 ):
     """Store rows that lie in the arrangement of `_read`."""
     WIDTH: tl.constexpr = HEAD_DIM if FORMAT == MODEL else HEAD_DIM // 2
-    STEP: tl.constexpr = 1 if FORMAT == MODEL or FORMAT == INT4 else 2
+    STEP: tl.constexpr = 1 if (FORMAT == MODEL) | (FORMAT == INT4) else 2
     SECOND: tl.constexpr = WIDTH if FORMAT == INT4 else 1
     offs = tl.arange(0, BLOCK)
     place = out_ptr + start[:, None] + offs[None, :] * STEP
@@ -480,7 +477,7 @@ def _attend(
     acc = tl.zeros((BLOCK_M, V_BLOCK), tl.float32)
     acc_high = acc
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    l = tl.zeros((BLOCK_M,), tl.float32)  # noqa: E741
+    l = tl.zeros((BLOCK_M,), tl.float32)
     for start in tl.range(first // BLOCK_N * BLOCK_N, last, BLOCK_N):
         pos = start + tl.arange(0, BLOCK_N)
         stored = (pos >= first) & (pos < last)
@@ -510,7 +507,7 @@ def _attend(
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         p = tl.exp2(score - m_safe[:, None])
         decay_m = tl.exp2(m - m_safe)
-        l = l * decay_m + tl.sum(p, 1)  # noqa: E741
+        l = l * decay_m + tl.sum(p, 1)
         m = m_new
         v_low, v_high, v_factor = _read(
             v_pages_ptr, v_scale_ptr, row, stored, V_FORMAT, V_HEAD_DIM, V_GROUP, V_BLOCK, V_DOT
@@ -815,7 +812,7 @@ def extend_kernel(
         m_new = tl.maximum(m, sink)
         decay = tl.exp2(m - m_new)
         acc, acc_high = acc * decay[:, None], acc_high * decay[:, None]
-        l = l * decay + tl.exp2(sink - m_new)  # noqa: E741
+        l = l * decay + tl.exp2(sink - m_new)
     l_safe = tl.where(l == 0, 1.0, l)
     place = (query * num_kv_heads * GROUP_SIZE + q_head) * V_HEAD_DIM
     _store_rows(
@@ -855,7 +852,7 @@ def copy_kernel(
     V_SCALE_BYTES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid (copies, layers, KV heads): the first tokens of a page onto another, codes and scales."""
+    """Grid (copies, layers, KV heads): the first tokens of a page onto another."""
     copy = copies_ptr + tl.program_id(0) * 3
     layer = tl.program_id(1).to(tl.int64) * num_pages
     head = tl.program_id(2)

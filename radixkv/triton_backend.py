@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -642,7 +643,7 @@ def paged_attention(
     decodes = extends = True
     if q.device.type == "cpu" or "host_lens" in batch.__dict__:  # known without waiting
         starts = batch.host_lens[1]
-        query_lens = [b - a for a, b in zip(starts, starts[1:], strict=False)]
+        query_lens = [b - a for a, b in pairwise(starts)]
         decodes, extends = 1 in query_lens, any(n > 1 for n in query_lens)
     if extends:
         out = _extend(codec, layer, queries, batch, rule, q.dtype)

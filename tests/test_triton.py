@@ -106,7 +106,7 @@ def test_kernels_compile_without_spills_and_read_pages_in_loads_of_16_bytes(job)
 
 
 def test_a_job_that_there_is_not_is_named():
-    with pytest.raises(ValueError, match="expected a kernel of .* got 'decode', 'cuda 10'"):
+    with pytest.raises(ValueError, match=r"expected a kernel of .* got 'decode', 'cuda 10'"):
         compile_kernel(CompileJob("decode", "cuda 10"))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -12,11 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixkv import reference, triton_backend
-from radixkv.attention import get_backend
 from radixkv.config import KVConfig
 from radixkv.quant import KVCodec, KVFormat, KVSpec, LayerPages, hadamard
 from radixkv.reference import AttentionBatch, ScoreRule
-from radixkv.triton_backend import SharedRuns, decode_tails, merge, shared_decode
 
 # The interpreter computes with NumPy, which warns where a GPU goes on in silence.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -28,10 +25,9 @@ SPLIT = 64  # small, so that short sequences have several
 
 
 @pytest.fixture(autouse=True)
-def small_splits(monkeypatch) -> Iterator[None]:
+def small_splits(monkeypatch) -> None:
     monkeypatch.setattr(triton_backend, "SPLIT", SPLIT)
     torch.manual_seed(0)
-    yield
 
 
 @pytest.fixture
@@ -347,10 +343,10 @@ def test_sequences_without_new_tokens_are_passed_over():
 def test_sizes_that_are_not_supported_are_named_before_anything_runs():
     before = triton_backend.runs.copy()
     case = Case("model", head_dim=258, group=1)
-    with pytest.raises(ValueError, match="head_dim: expected 1 to 256.* got 258"):
+    with pytest.raises(ValueError, match=r"head_dim: expected 1 to 256.* got 258"):
         case.run()
     case = Case("int8", head_dim=33, group=1)
-    with pytest.raises(ValueError, match="head_dim: .*even for quantized pages, got 33"):
+    with pytest.raises(ValueError, match=r"head_dim: .*even for quantized pages, got 33"):
         case.run()
     case = Case(num_kv_heads=2)
     case.q = torch.randn(1, 3, 64, device=DEVICE)
