@@ -276,8 +276,10 @@ def compiled_lines(rows: Sequence[dict[str, object]]) -> list[str]:
     lines = [
         "GPU kernels, as the compilers make them"
         + ("." if torch.cuda.is_available() else " (there is no GPU here to time them on)."),
-        f"{'kernel':8}{'format':10}{'target':12}{'registers':>10}{'spilled':>9}{'shared':>9}"
-        "  loads (bytes x count)",
+        (
+            f"{'kernel':8}{'format':10}{'target':12}{'registers':>10}{'spilled':>9}{'shared':>9}"
+            "  loads (bytes x count)"
+        ),
     ]
     for row in rows:
         loads = row["loads"]
