@@ -7,7 +7,8 @@ Backends share two functions, `write_kv` and `paged_attention`, with the signatu
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,35 +28,74 @@ class Backend:
         name: ``"torch"``, ``"cpu"`` or ``"triton"``: which path runs.
         write_kv: as `radixkv.reference.write_kv`.
         paged_attention: as `radixkv.reference.paged_attention`.
+        settle: called at the end of a step: raises what `write_kv` could not know without
+            waiting for the device (only on a GPU; the others raise at once).
+        copy_pages: copies the first tokens of pages in all layers; None leaves it to torch.
     """
 
     name: str
     write_kv: Callable[..., None]
     paged_attention: Callable[[KVCodec, LayerPages, Tensor, AttentionBatch, ScoreRule], Tensor]
+    settle: Callable[[KVCodec], None] = lambda codec: None
+    copy_pages: Callable[[KVCodec, LayerPages, Sequence[tuple[int, int, int]]], None] | None = None
 
 
 _TORCH = Backend("torch", reference.write_kv, reference.paged_attention)
 _CPU_NEEDS = ("numba", "radixkv_kernels")
+_GPU_NEEDS = ("triton", "radixkv_kernels")
 
 
 def get_backend(name: str, device: torch.device) -> Backend:
     """The backend that ``name`` asks for on ``device``; ``"auto"`` takes the fastest there is.
 
-    On a CPU that is ``"cpu"`` where Numba and the kernels are installed, else ``"torch"``.
+    On a CPU that is ``"cpu"`` where Numba and the kernels are installed, on a GPU ``"triton"``
+    where Triton and the kernels are, else ``"torch"``. ``"triton"`` also runs on a CPU, slowly,
+    where TRITON_INTERPRET=1 was set before.
 
     Raises:
         ValueError: an unknown name, or a backend that this version or device does not have.
     """
     require_choice("backend", name, BACKENDS)
     if name == "auto":
-        compiled = device.type == "cpu" and all(map(importlib.util.find_spec, _CPU_NEEDS))
-        name = "cpu" if compiled else "torch"
+        needs = {"cpu": ("cpu", _CPU_NEEDS), "cuda": ("triton", _GPU_NEEDS)}
+        name, modules = needs.get(device.type, ("torch", ()))
+        if not all(map(importlib.util.find_spec, modules)):
+            name = "torch"
     if name == "torch":
         return _TORCH
     if name == "cpu" and device.type == "cpu":
         from radixkv import cpu_backend  # here, because it loads Numba
 
         return Backend("cpu", cpu_backend.write_kv, cpu_backend.paged_attention)
+    if name == "triton" and device.type in ("cpu", "cuda"):
+        return _triton_backend(device)
     raise ValueError(
         f'backend: {name!r} does not run on {device} in this version; use "torch" or "auto"'
+    )
+
+
+def _triton_backend(device: torch.device) -> Backend:
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            f'backend: "triton" runs on {device} in Triton\'s interpreter alone; set '
+            f'TRITON_INTERPRET=1 before Python starts, or use "cpu", "torch" or "auto"'
+        )
+    if not importlib.util.find_spec("triton"):
+        raise ValueError(
+            'backend: "triton" needs the package triton, which is not installed; '
+            'pip install "radixkv[gpu]", or use "torch" or "auto"'
+        )
+    from radixkv import triton_backend  # here, because it loads Triton
+
+    if device.type == "cpu" and not triton_backend.INTERPRETED:
+        raise ValueError(
+            "backend: the Triton kernels were imported before TRITON_INTERPRET=1 was set; set it "
+            "before Python starts"
+        )
+    return Backend(
+        "triton",
+        triton_backend.write_kv,
+        triton_backend.paged_attention,
+        triton_backend.settle,
+        triton_backend.copy_pages,
     )

@@ -1,4 +1,6 @@
-"""Time of the CPU kernels against torch over dense float32 K and V; behind `radixkv bench kernel`.
+"""Time of the CPU kernels against torch, and what compilers make of those for GPUs.
+
+Behind `radixkv bench kernel`. The rival is torch over dense float32 K and V.
 
 Every ratio is taken in one run: the rivals take turns, call by call, so that other work on the
 machine meets all alike. With one thread the clock is the process's CPU time, else the wall's.
@@ -10,6 +12,7 @@ import json
 import platform
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -317,18 +320,77 @@ def bench_kernels(
         torch.set_num_threads(before)
 
 
+def compile_report(
+    formats: Sequence[str] = ("int8",), head_dims: Sequence[int] = (128,)
+) -> list[dict[str, object]]:
+    """Compile every GPU kernel for every target with the shipped tiles; needs no GPU.
+
+    Returns:
+        per kernel, format and target: registers and spilled bytes a thread, shared bytes a
+        program, the width of its loads and how many of each, what is wrong with it.
+    """
+    from radixkv.compiled import compile_kernel, faults_of, jobs
+
+    rows: list[dict[str, object]] = []
+    for job in jobs(formats=formats, head_dims=head_dims):
+        made = compile_kernel(job)
+        rows.append(
+            {
+                "kernel": job.kernel,
+                "kv_dtype": job.kv_dtype,
+                "head_dim": job.head_dim,
+                "target": job.target,
+                "registers": made.registers,
+                "spill_bytes": made.spill_bytes,
+                "shared_bytes": made.shared_bytes,
+                "loads": {str(width): n for width, n in Counter(made.load_bytes).items()},
+                "faults": faults_of(job, made),
+            }
+        )
+    return rows
+
+
+def compiled_lines(rows: Sequence[dict[str, object]]) -> list[str]:
+    """The compile report for people: a line a kernel."""
+    lines = [
+        "GPU kernels, as the compilers make them"
+        + ("." if torch.cuda.is_available() else " (there is no GPU here to time them on)."),
+        (
+            f"{'kernel':8}{'format':10}{'target':12}{'registers':>10}{'spilled':>9}{'shared':>9}"
+            "  loads (bytes x count)"
+        ),
+    ]
+    for row in rows:
+        loads = row["loads"]
+        assert isinstance(loads, dict)  # as compile_report makes it
+        widths = ", ".join(f"{width} x {count}" for width, count in loads.items())
+        lines.append(
+            f"{row['kernel']!s:8}{row['kv_dtype']!s:10}{row['target']!s:12}"
+            f"{row['registers']!s:>10}{row['spill_bytes']!s:>7} B{row['shared_bytes']!s:>7} B"
+            f"  {widths}"
+        )
+    return lines
+
+
 def report(result: dict[str, object]) -> str:
     """Lines for people, and as the last line the result as JSON."""
-    lines = [f"{result['processor']}, {result['num_threads']} threads"]
-    timings = result["timings"]
-    assert isinstance(timings, list)  # as bench_kernels makes it
-    lines += [
+    timings, lines = result.get("timings"), []
+    if isinstance(timings, list):
+        lines = [f"{result['processor']}, {result['num_threads']} threads"]
+        lines += _timing_lines(timings)
+    compiled = result.get("compiled")
+    if isinstance(compiled, list):
+        lines += compiled_lines(compiled)
+    return "\n".join([*lines, json.dumps(result)])
+
+
+def _timing_lines(timings: list[dict[str, Any]]) -> list[str]:
+    return [
         f"{row['kernel']:7} {row['kv_dtype']:9} {row['shape']!s:37} "
         f"{1e3 * row['seconds']:9.3f} ms {row['gigabytes_per_s']:6.1f} GB/s "
         f"{row['ratio']:6.2f}x of {row['rival']}"
         for row in timings
     ]
-    return "\n".join([*lines, json.dumps(result)])
 
 
 if __name__ == "__main__":

@@ -228,6 +228,7 @@ class Lease:
             slots = torch.from_numpy(self.slots(start)).to(cache.device)
             pages = cache.storage.layer(layer_idx)
             cache.backend.write_kv(cache.codec, pages, slots, k, v, layer_idx=layer_idx)
+            cache.backend.settle(cache.codec)
             self._written[layer_idx] = stop
 
     def mark_written(self, num_tokens: int | None = None) -> None:
@@ -601,6 +602,7 @@ class PrefixCache:
         self.pool = PagePool(num_pages)
         self.tree = RadixTree(self.page_size, self.pool, self.config.eviction)
         self.storage = PageStorage(self.codec, num_pages, self.device)
+        self.storage.copier = self.backend.copy_pages
         self.lookups = self.lookup_tokens = self.hit_tokens = self.cow_copies = 0
         self._guard = _Guard(self._has_returns, self._reclaim)
         self._returned: deque[PageIds | Pin] = deque()

@@ -568,7 +568,7 @@ def _print_quality(report: dict[str, Any]) -> None:
 
 def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "what", choices=("cache", "kernel"), help="the cache by itself, or the CPU kernels"
+        "what", choices=("cache", "kernel"), help="the cache by itself, or the kernels"
     )
     parser.add_argument(
         "--trace",
@@ -579,15 +579,30 @@ def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, help="of each trace (default: its own number)")
     parser.add_argument("--capacity", type=int, default=200_000, help="tokens (200000)")
     parser.add_argument("--page-size", type=int, default=16, help="tokens a page (16)")
+    parser.add_argument(
+        "--compile-only",
+        action="store_true",
+        help="kernel: only compile those for GPUs and read their machine code (no GPU needed)",
+    )
+    parser.add_argument(
+        "--kv-dtype",
+        choices=KV_DTYPES,
+        action="append",
+        help="kernel: formats that are compiled; may be given several times (int8)",
+    )
     parser.add_argument("--ids", choices=("list", "array"), default="list", help="as given (list)")
 
 
 def _run_bench(arguments: argparse.Namespace) -> None:
     """Time the cache on traces against brute force, or kernels against torch; no model."""
     if arguments.what == "kernel":
-        from radixkv.bench_kernel import bench_kernels, report
+        from importlib.util import find_spec
 
-        result = bench_kernels()
+        from radixkv.bench_kernel import bench_kernels, compile_report, report
+
+        result = {} if arguments.compile_only else bench_kernels()
+        if find_spec("triton"):
+            result["compiled"] = compile_report(arguments.kv_dtype or ("int8",))
         print(json.dumps(result) if arguments.json else report(result))
         return
     from dataclasses import asdict

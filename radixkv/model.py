@@ -530,6 +530,7 @@ class ModelRunner:
         if not self._keeps_logits:
             logits = logits[batch.logit_rows]
         logits = logits.float()
+        backend.settle(codec)  # waits for the GPU, as what follows does
         if logits.shape[0] and bool(torch.isnan(logits).any()):
             raise NonFiniteError(
                 "logits: expected numbers, got NaN; check the model's weights and dtype"

@@ -225,6 +225,7 @@ class PageStorage:
     Attributes:
         pages: k_pages, v_pages, k_scale, v_scale of all layers; per layer as in
             `radixkv.quant`.
+        copier: a backend's `copy_pages`, if it has one.
     """
 
     def __init__(self, codec: KVCodec, num_pages: int, device: torch.device) -> None:
@@ -254,6 +255,8 @@ class PageStorage:
         for tensor in self.pages:
             _as_bytes(tensor)[:, NULL_PAGE] = 0  # padding reads finite values
         self._layers = [LayerPages(*(t[i] for t in self.pages)) for i in range(spec.num_layers)]
+        self._codec = codec
+        self.copier: Callable[..., None] | None = None
         copied = [t.view(torch.uint8) for t in self.pages if t.numel()]
         # On a CPU the copies go through NumPy, whose calls cost a tenth of torch's.
         self._copied: list[Any] = [t.numpy() if device.type == "cpu" else t for t in copied]
@@ -264,6 +267,9 @@ class PageStorage:
 
     def copy_page(self, source: int, target: int, num_tokens: int) -> None:
         """Copy the first tokens of a page, scales included, in all layers."""
+        if self.copier is not None:
+            self.copier(self._codec, self.pages, [(source, target, num_tokens)])
+            return
         for tensor in self._copied:
             tensor[:, target, :, :num_tokens] = tensor[:, source, :, :num_tokens]
 

@@ -1,0 +1,712 @@
+"""The "triton" backend: GPU kernels with the signatures of `radixkv.reference`.
+
+Importing it loads Triton; `radixkv.attention` does so only when the backend is asked for. With
+TRITON_INTERPRET=1 in the environment before that, the same kernels run on a CPU, slowly.
+
+Nothing here waits for the GPU. What can only be known there (a value that is not finite, a slot
+that does not exist) is noted on the device; `settle` raises it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from radixkv.errors import NonFiniteError
+from radixkv.quant import INT4_SEARCH, SCALE_DTYPE, Int4Format, KVCodec, KVFormat, LayerPages
+from radixkv.reference import AttentionBatch, ScoreRule
+from radixkv.tiles import Tile, find_tile
+from radixkv_kernels import gpu
+
+SPLIT = 512
+"""Tokens of a split: a power of two, the same for every batch, so that results are too."""
+
+MAX_HEAD_DIM = 256
+INTERPRETED = not isinstance(gpu.write_kernel, triton.runtime.JITFunction)
+
+runs: Counter[str] = Counter()
+"""How often each kernel was launched in this process; tests assert which path ran."""
+
+_FORMATS = {
+    "int8": gpu.INT8.value,
+    "fp8": gpu.FP8.value,
+    "fp8_e5m2": gpu.FP8_E5M2.value,
+    "int4": gpu.INT4.value,
+    "model": gpu.MODEL.value,
+}
+_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+# The interpreter pays for programs, whatever their size.
+_WRITE_TOKENS = 64 if INTERPRETED else 4
+_MERGE_HEADS = 64 if INTERPRETED else 4
+_MAX_HEADS = 64  # query heads of a KV head in one tile; more take several
+
+
+class Partials(NamedTuple):
+    """Attention over a part of each query's tokens.
+
+    Attributes:
+        out: normalized within the part, rotated if V is. [num_parts, num_q_heads, v_head_dim]
+            float32; anything where ``lse`` is -inf.
+        lse: log-sum-exp of the part's scores, -inf if it has no tokens.
+            [num_parts, num_q_heads] float32.
+        num_splits: part ``i * num_splits + j`` is the j-th of the i-th query.
+    """
+
+    out: Tensor
+    lse: Tensor
+    num_splits: int
+
+
+@dataclass(frozen=True)
+class SharedRuns:
+    """Runs of pages that several queries share, each lying wholly before its queries' tokens.
+
+    Attributes:
+        page_table: page ids of each run, from its start on. [num_runs, max_pages] int32.
+        starts: position of each run's first token, a multiple of the page size.
+            [num_runs] int32.
+        ends: position after its last token. [num_runs] int32.
+        cu_queries: cumulative queries of the runs, first 0. [num_runs + 1] int32.
+        query_rows: rows of q, run after run; a row may be in several runs. [num_pairs] int32.
+        query_pos: position of each row of q in its sequence. [num_tokens] int32.
+    """
+
+    page_table: Tensor
+    starts: Tensor
+    ends: Tensor
+    cu_queries: Tensor
+    query_rows: Tensor
+    query_pos: Tensor
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _written(pages: Tensor) -> Tensor:
+    """Pages as `write_kernel` takes them: float8 as bytes."""
+    return pages.view(torch.uint8) if "float8" in str(pages.dtype) else pages
+
+
+def _read(kv_format: KVFormat, pages: Tensor) -> Tensor:
+    """Pages as attention takes them: codes of a byte in pairs, so that 16 bytes are 8 elements."""
+    return pages if kv_format.name in ("model", "int4") else pages.view(torch.int16)
+
+
+def _unit_stride(rows: Tensor) -> Tensor:
+    rows = rows.detach()
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def rotation_log2(head_dim: int, rotate: bool) -> int:
+    """log2 of the Hadamard blocks of `radixkv.quant.hadamard`; 0 is no rotation."""
+    return (head_dim & -head_dim).bit_length() - 1 if rotate else 0
+
+
+def _group(kv_format: KVFormat) -> int:
+    return kv_format.group_size if isinstance(kv_format, Int4Format) else 1
+
+
+def _require_head_dim(codec: KVCodec) -> None:
+    for kv_format in (codec.k_format, codec.v_format):
+        odd = kv_format.head_dim % 2 and kv_format.name != "model"
+        if odd or not 1 <= kv_format.head_dim <= MAX_HEAD_DIM:
+            raise ValueError(
+                f"head_dim: expected 1 to {MAX_HEAD_DIM} for the triton backend, even for "
+                f"quantized pages, got {kv_format.head_dim}; "
+                f'use backend="cpu" or "torch"'
+            )
+
+
+def _dot_dtype(kv_format: KVFormat, q_dtype: torch.dtype) -> Any:
+    """In which numbers codes are multiplied; float32 where the model asks for it."""
+    if q_dtype == torch.float32:
+        return tl.float32
+    if kv_format.name != "model":
+        return tl.float16  # holds every code exactly
+    # The interpreter keeps bfloat16 as integers, which NumPy would multiply as such.
+    return tl.float32 if INTERPRETED else _DTYPES[kv_format.code_dtype]
+
+
+def _block(kv_format: KVFormat) -> int:
+    """Columns of a tile of codes: at least what a tensor core takes."""
+    width = kv_format.head_dim // (1 if kv_format.name == "model" else 2)
+    return max(16, triton.next_power_of_2(width))
+
+
+def write_constants(codec: KVCodec) -> dict[str, Any]:
+    """Compile-time arguments of `write_kernel` for one cache."""
+    k, v = codec.k_format, codec.v_format
+    return {
+        "PAGE_SIZE": codec.config.page_size,
+        "K_FORMAT": _FORMATS[k.name],
+        "V_FORMAT": _FORMATS[v.name],
+        "HEAD_DIM": k.head_dim,
+        "V_HEAD_DIM": v.head_dim,
+        "K_GROUP": _group(k),
+        "V_GROUP": _group(v),
+        "SEARCH": INT4_SEARCH,
+        "K_ROTATE": rotation_log2(k.head_dim, codec.rotate_k),
+        "V_ROTATE": rotation_log2(v.head_dim, codec.rotate_v),
+        "BLOCK_T": _WRITE_TOKENS,
+    }
+
+
+def attention_constants(
+    codec: KVCodec, q_dtype: torch.dtype, group: int, rule: ScoreRule, tile: Tile
+) -> dict[str, Any]:
+    """Compile-time arguments that `split_kernel` and `extend_kernel` have in common."""
+    k, v = codec.k_format, codec.v_format
+    heads = min(group, _MAX_HEADS)
+    return {
+        "GROUP_SIZE": group,
+        "PAGE_SIZE": codec.config.page_size,
+        "K_FORMAT": _FORMATS[k.name],
+        "V_FORMAT": _FORMATS[v.name],
+        "HEAD_DIM": k.head_dim,
+        "V_HEAD_DIM": v.head_dim,
+        "K_GROUP": _group(k),
+        "V_GROUP": _group(v),
+        "K_BLOCK": _block(k),
+        "V_BLOCK": _block(v),
+        "K_DOT": _dot_dtype(k, q_dtype),
+        "V_DOT": _dot_dtype(v, q_dtype),
+        "HAS_WINDOW": rule.sliding_window is not None,
+        "HAS_SOFTCAP": rule.softcap is not None,
+        "HAS_SLOPES": rule.alibi_slopes is not None,
+        "HEADS": heads,
+        "BLOCK_M": max(tile.block_m, triton.next_power_of_2(heads)),
+        "BLOCK_N": tile.block_n,
+    }
+
+
+def merge_constants(codec: KVCodec, *, has_table: bool) -> dict[str, Any]:
+    """Compile-time arguments of `merge_kernel` but for sinks."""
+    head_dim = codec.v_format.head_dim
+    return {
+        "HAS_TABLE": has_table,
+        "HEAD_DIM": head_dim,
+        "ROTATE": rotation_log2(head_dim, codec.rotate_v),
+        "BLOCK_H": _MERGE_HEADS,
+    }
+
+
+def _faults(codec: KVCodec, device: torch.device) -> Tensor:
+    """What this cache's writes noted: [num_layers, FAULT_KINDS, num_kv_heads] int32."""
+    known: dict[torch.device, Tensor] = codec.__dict__.setdefault("_triton_faults", {})
+    if device not in known:
+        shape = (codec.spec.num_layers, gpu.FAULT_KINDS, codec.spec.num_kv_heads)
+        known[device] = torch.zeros(shape, dtype=torch.int32, device=device)
+    return known[device]
+
+
+def settle(codec: KVCodec) -> None:
+    """Raise what writes to this cache noted since the last call; waits for the GPU.
+
+    Raises:
+        NonFiniteError: NaN or Inf in K or V; names the layer and the heads.
+        ValueError: a slot that the pages do not have.
+    """
+    known: dict[torch.device, Tensor] = codec.__dict__.get("_triton_faults", {})
+    for faults in known.values():
+        found = faults.nonzero().tolist()
+        if not found:
+            continue
+        faults.zero_()
+        layer_idx, kind, _ = found[0]
+        if kind == 2:
+            raise ValueError(
+                "slot_mapping: expected slots of the pages that there are, got others (not "
+                "written); use the slots that a lease gives"
+            )
+        heads = ", ".join(str(h) for i, what, h in found if (i, what) == (layer_idx, kind))
+        raise NonFiniteError(
+            f"{'KV'[kind]} of layer {layer_idx}, KV head {heads}: expected finite values, got "
+            f"NaN or Inf; check the model's weights and dtype (float16 overflows above 65504: "
+            f"try bfloat16 or float32)"
+        )
+
+
+def write_kv(
+    codec: KVCodec, layer: LayerPages, slot_mapping: Tensor, k: Tensor, v: Tensor, *, layer_idx: int
+) -> None:
+    """Quantize and scatter new tokens' K and V; see `radixkv.reference.write_kv`.
+
+    Rows that are not finite are not written; `settle` raises the error.
+
+    Accuracy: without rotation, the reference's codes and scales; with it, within one code (the
+    rotation adds in another order).
+    """
+    _require_head_dim(codec)
+    k, v = _unit_stride(k), _unit_stride(v)
+    num_tokens, num_kv_heads, _ = k.shape
+    if not num_tokens:
+        return
+    num_pages, _, page_size, _ = layer.k_pages.shape
+    grid = (triton.cdiv(num_tokens, _WRITE_TOKENS), num_kv_heads)
+    with _on(k.device):
+        gpu.write_kernel[grid](
+            k,
+            v,
+            slot_mapping,
+            _written(layer.k_pages),
+            _written(layer.v_pages),
+            layer.k_scale,
+            layer.v_scale,
+            _faults(codec, k.device)[layer_idx],
+            num_tokens,
+            num_pages * page_size,
+            num_kv_heads,
+            *k.stride()[:2],
+            *v.stride()[:2],
+            **write_constants(codec),
+            enable_fp_fusion=False,  # a fused product would round otherwise than the reference
+        )
+    runs["write"] += 1
+
+
+def rotate_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rotate the vectors of each token and head: [num_tokens, num_heads, head_dim], ``dtype``."""
+    num_tokens, num_heads, head_dim = rows.shape
+    out = torch.empty(rows.shape, dtype=dtype, device=rows.device)
+    num_rows = num_tokens * num_heads
+    with _on(rows.device):
+        gpu.rotate_kernel[(triton.cdiv(num_rows, _WRITE_TOKENS),)](
+            rows,
+            out,
+            num_rows,
+            num_heads,
+            *rows.stride()[:2],
+            HEAD_DIM=head_dim,
+            ROTATE=rotation_log2(head_dim, True),
+            BLOCK_T=_WRITE_TOKENS,
+            enable_fp_fusion=True,
+        )
+    return out
+
+
+def _queries(codec: KVCodec, q: Tensor) -> Tensor:
+    """Queries as the kernels take them: rotated if K is."""
+    _require_head_dim(codec)
+    num_kv_heads = codec.spec.num_kv_heads
+    if q.shape[1] % num_kv_heads or not q.shape[1]:
+        raise ValueError(
+            f"num_q_heads: expected a multiple of the {num_kv_heads} KV heads, got "
+            f"{q.shape[1]}; pass q as [num_tokens, num_q_heads, head_dim]"
+        )
+    q = _unit_stride(q)
+    return rotate_rows(q, torch.float32) if codec.rotate_k else q
+
+
+def _optional(values: Tensor | None, like: Tensor) -> Tensor:
+    """Values of the query heads as float32, or any tensor for a kernel that will not read it."""
+    return like if values is None else values.detach().float().contiguous()
+
+
+def _split(
+    codec: KVCodec,
+    layer: LayerPages,
+    q: Tensor,
+    rule: ScoreRule,
+    *,
+    dtype: torch.dtype,
+    table: Tensor,
+    starts: Tensor | None,
+    ends: Tensor,
+    cu_queries: Tensor,
+    num_pairs: int,
+    shared: SharedRuns | None,
+) -> Partials:
+    group = q.shape[1] // codec.spec.num_kv_heads
+    tile = find_tile("shared" if shared else "decode", codec, group, q.device)
+    constants = attention_constants(codec, dtype, group, rule, tile)
+    num_runs, page_size = ends.shape[0], codec.config.page_size
+    num_splits = triton.cdiv(table.shape[1] * page_size, SPLIT)
+    if shared:
+        num_splits += 1  # a run may begin and end inside a split
+        num_tiles = num_pairs // (constants["BLOCK_M"] // constants["HEADS"]) + num_runs
+    else:
+        num_tiles = num_runs
+    head_blocks = triton.cdiv(group, constants["HEADS"])
+    num_parts = num_pairs * num_splits
+    out_shape = (num_parts, q.shape[1], codec.v_format.head_dim)
+    out = torch.empty(out_shape, dtype=torch.float32, device=q.device)
+    lse = torch.empty(out_shape[:2], dtype=torch.float32, device=q.device)
+    with _on(q.device):
+        gpu.split_kernel[(num_tiles, codec.spec.num_kv_heads * head_blocks, num_splits)](
+            q,
+            out,
+            lse,
+            _read(codec.k_format, layer.k_pages),
+            _read(codec.v_format, layer.v_pages),
+            layer.k_scale,
+            layer.v_scale,
+            table,
+            ends if starts is None else starts,
+            ends,
+            cu_queries,
+            shared.query_rows if shared else cu_queries,
+            shared.query_pos if shared else cu_queries,
+            _optional(rule.alibi_slopes, lse),
+            num_runs,
+            codec.spec.num_kv_heads,
+            num_splits,
+            table.stride(0),
+            *q.stride()[:2],
+            rule.softmax_scale,
+            rule.sliding_window or 0,
+            rule.softcap or 1.0,
+            SHARED=shared is not None,
+            HAS_STARTS=starts is not None,
+            SPLIT=SPLIT,
+            **constants,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            enable_fp_fusion=True,
+        )
+    runs["shared" if shared else "decode"] += 1
+    return Partials(out, lse, num_splits)
+
+
+def decode_tails(
+    codec: KVCodec,
+    layer: LayerPages,
+    q: Tensor,
+    batch: AttentionBatch,
+    starts: Tensor | None,
+    rule: ScoreRule,
+) -> Partials:
+    """Attend each sequence's one query token to its tokens from ``starts`` on.
+
+    Args:
+        q: [num_tokens, num_q_heads, head_dim]. Sequences with another number of new tokens than
+            one are passed over; nothing is written for them.
+        starts: first token that is read. [num_seqs] int32; None is 0.
+    Returns:
+        ``num_splits`` parts a sequence, for `merge`.
+    """
+    return _split(
+        codec,
+        layer,
+        _queries(codec, q),
+        rule,
+        dtype=q.dtype,
+        table=batch.page_table,
+        starts=starts,
+        ends=batch.seq_lens,
+        cu_queries=batch.cu_seqlens_q,
+        num_pairs=batch.seq_lens.shape[0],
+        shared=None,
+    )
+
+
+def shared_decode(
+    codec: KVCodec, layer: LayerPages, q: Tensor, shared: SharedRuns, rule: ScoreRule
+) -> Partials:
+    """Attend many queries to runs of pages that they share, reading each page once a tile.
+
+    Returns:
+        ``num_splits`` parts for each entry of ``shared.query_rows``, in order, for `merge`.
+    """
+    return _split(
+        codec,
+        layer,
+        _queries(codec, q),
+        rule,
+        dtype=q.dtype,
+        table=shared.page_table,
+        starts=shared.starts,
+        ends=shared.ends,
+        cu_queries=shared.cu_queries,
+        num_pairs=shared.query_rows.shape[0],
+        shared=shared,
+    )
+
+
+def _merge(
+    codec: KVCodec,
+    parts: tuple[Tensor, Tensor],
+    rule: ScoreRule,
+    out: Tensor,
+    *,
+    table: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    num_rows: int,
+    num_columns: int,
+) -> None:
+    like, num_q_heads = parts[1], out.shape[1]
+    with _on(out.device):
+        gpu.merge_kernel[(num_rows, triton.cdiv(num_q_heads, _MERGE_HEADS))](
+            *parts,
+            like if table is None else table,
+            out,
+            like if cu_seqlens_q is None else cu_seqlens_q,
+            _optional(rule.sinks, like),
+            num_columns,
+            num_q_heads,
+            HAS_SINKS=rule.sinks is not None,
+            **merge_constants(codec, has_table=table is not None),
+            enable_fp_fusion=True,
+        )
+    runs["merge"] += 1
+
+
+def merge(
+    codec: KVCodec,
+    partials: Sequence[Partials],
+    owners: Sequence[Tensor],
+    rule: ScoreRule,
+    *,
+    num_rows: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Merge partial results of the same queries over different tokens.
+
+    Args:
+        partials: from `shared_decode` and `decode_tails`; together they hold every token that a
+            query sees, each once.
+        owners: per entry of ``partials``, which entry (a pair or a sequence, not a part) belongs
+            to each row of the output, -1 for none. [num_rows, any] int32 each.
+    Returns:
+        [num_rows, num_q_heads, v_head_dim], ``dtype``: sinks counted once, rotated back.
+    """
+    columns, base = [], 0
+    for parts, owner in zip(partials, owners, strict=True):
+        splits = torch.arange(parts.num_splits, dtype=torch.int32, device=owner.device)
+        first = base + owner[..., None] * parts.num_splits
+        columns.append(torch.where(owner[..., None] < 0, -1, first + splits).flatten(1))
+        base += parts.lse.shape[0]
+    table = torch.cat(columns, dim=1).int().contiguous()
+    joined = (torch.cat([p.out for p in partials]), torch.cat([p.lse for p in partials]))
+    shape = (num_rows, joined[1].shape[1], codec.v_format.head_dim)
+    out = torch.empty(shape, dtype=dtype, device=table.device)
+    _merge(
+        codec,
+        joined,
+        rule,
+        out,
+        table=table,
+        cu_seqlens_q=None,
+        num_rows=num_rows,
+        num_columns=table.shape[1],
+    )
+    return out
+
+
+def share(
+    batch: AttentionBatch, runs: Sequence[tuple[int, int, Sequence[int]]], page_size: int
+) -> tuple[SharedRuns, Tensor, Tensor]:
+    """What `shared_decode`, `decode_tails` and `merge` need to read shared pages once.
+
+    Args:
+        batch: of sequences with one new token each.
+        runs: first column of the page table, the column after the last, and the sequences that
+            have the same pages there; a sequence's runs follow one another from column 0.
+    Returns:
+        the runs; the first token of each sequence that is in none, [num_seqs] int32; which pairs
+        of query and run belong to each sequence, [num_seqs, most runs of one] int32.
+
+    Complexity: O(pairs) on the host; nothing waits for the device.
+    """
+    num_seqs, device = batch.seq_lens.shape[0], batch.seq_lens.device
+    width = max(stop - start for start, stop, _ in runs)
+    tails = [0] * num_seqs
+    owned: list[list[int]] = [[] for _ in range(num_seqs)]
+    rows: list[int] = []
+    cumulative = [0]
+    for _, stop, seqs in runs:
+        for seq in seqs:
+            owned[int(seq)].append(len(rows))
+            rows.append(int(seq))
+            tails[int(seq)] = max(tails[int(seq)], stop * page_size)
+        cumulative.append(len(rows))
+    most = max(map(len, owned))
+    owners = [pairs + [-1] * (most - len(pairs)) for pairs in owned]
+
+    def on_device(values: Any) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32).to(device, non_blocking=True)
+
+    firsts = torch.tensor([int(seqs[0]) for _, _, seqs in runs]).to(device, non_blocking=True)
+    columns = on_device([start for start, _, _ in runs]).long()[:, None]
+    columns = columns + torch.arange(width, device=device)
+    table = batch.page_table[firsts[:, None], columns.clamp_max(batch.page_table.shape[1] - 1)]
+    shared = SharedRuns(
+        page_table=table.contiguous(),
+        starts=on_device([start * page_size for start, _, _ in runs]),
+        ends=on_device([stop * page_size for _, stop, _ in runs]),
+        cu_queries=on_device(cumulative),
+        query_rows=on_device(rows),
+        query_pos=batch.seq_lens - 1,
+    )
+    return shared, on_device(tails), on_device(owners)
+
+
+def shared_attention(
+    codec: KVCodec,
+    layer: LayerPages,
+    q: Tensor,
+    batch: AttentionBatch,
+    runs: Sequence[tuple[int, int, Sequence[int]]],
+    rule: ScoreRule,
+) -> Tensor:
+    """As `paged_attention` for sequences with one new token each; ``runs`` are read once.
+
+    Args:
+        runs: as `share` takes them; the plan is made once a step.
+    """
+    plans = batch.__dict__.setdefault("_triton_plans", {})
+    key = tuple((start, stop, tuple(map(int, seqs))) for start, stop, seqs in runs)
+    if key not in plans:
+        plans[key] = share(batch, runs, codec.config.page_size)
+    shared, tails, owners = plans[key]
+    num_seqs = batch.seq_lens.shape[0]
+    own = torch.arange(num_seqs, dtype=torch.int32, device=q.device)[:, None]
+    return merge(
+        codec,
+        [
+            shared_decode(codec, layer, q, shared, rule),
+            decode_tails(codec, layer, q, batch, tails, rule),
+        ],
+        [owners, own],
+        rule,
+        num_rows=num_seqs,
+        dtype=q.dtype,
+    )
+
+
+def _extend(
+    codec: KVCodec,
+    layer: LayerPages,
+    q: Tensor,
+    batch: AttentionBatch,
+    rule: ScoreRule,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Outputs of sequences with several new tokens; the rows of others are anything."""
+    num_tokens, num_q_heads, _ = q.shape
+    num_seqs, num_kv_heads = batch.seq_lens.shape[0], codec.spec.num_kv_heads
+    group = num_q_heads // num_kv_heads
+    tile = find_tile("extend", codec, group, q.device)
+    constants = attention_constants(codec, dtype, group, rule, tile)
+    shape = (num_tokens, num_q_heads, codec.v_format.head_dim)
+    raw_dtype = torch.float32 if codec.rotate_v else dtype
+    out = torch.empty(shape, dtype=raw_dtype, device=q.device)
+    num_tiles = num_tokens // (constants["BLOCK_M"] // constants["HEADS"]) + num_seqs
+    with _on(q.device):
+        gpu.extend_kernel[(num_tiles, num_kv_heads * triton.cdiv(group, constants["HEADS"]))](
+            q,
+            out,
+            _read(codec.k_format, layer.k_pages),
+            _read(codec.v_format, layer.v_pages),
+            layer.k_scale,
+            layer.v_scale,
+            batch.page_table,
+            batch.seq_lens,
+            batch.cu_seqlens_q,
+            _optional(rule.alibi_slopes, out),
+            _optional(rule.sinks, out),
+            num_seqs,
+            num_kv_heads,
+            batch.page_table.stride(0),
+            *q.stride()[:2],
+            rule.softmax_scale,
+            rule.sliding_window or 0,
+            rule.softcap or 1.0,
+            HAS_SINKS=rule.sinks is not None,
+            **constants,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            enable_fp_fusion=True,
+        )
+    runs["extend"] += 1
+    return rotate_rows(out, dtype) if codec.rotate_v else out
+
+
+def paged_attention(
+    codec: KVCodec, layer: LayerPages, q: Tensor, batch: AttentionBatch, rule: ScoreRule
+) -> Tensor:
+    """Attend new tokens to stored pages; see `radixkv.reference.paged_attention`.
+
+    Accuracy: float32 sums; products in float32 for a float32 model, else of half floats. A
+    sequence's result does not depend on the rest of the batch.
+    """
+    queries = _queries(codec, q)
+    decodes = extends = True
+    if q.device.type == "cpu" or "host_lens" in batch.__dict__:  # known without waiting
+        starts = batch.host_lens[1]
+        query_lens = [b - a for a, b in pairwise(starts)]
+        decodes, extends = 1 in query_lens, any(n > 1 for n in query_lens)
+    if extends:
+        out = _extend(codec, layer, queries, batch, rule, q.dtype)
+    else:
+        out = q.new_empty((*q.shape[:2], codec.v_format.head_dim))
+    if decodes:
+        parts = _split(
+            codec,
+            layer,
+            queries,
+            rule,
+            dtype=q.dtype,
+            table=batch.page_table,
+            starts=None,
+            ends=batch.seq_lens,
+            cu_queries=batch.cu_seqlens_q,
+            num_pairs=batch.seq_lens.shape[0],
+            shared=None,
+        )
+        _merge(
+            codec,
+            parts[:2],
+            rule,
+            out,
+            table=None,
+            cu_seqlens_q=batch.cu_seqlens_q,
+            num_rows=batch.seq_lens.shape[0],
+            num_columns=parts.num_splits,
+        )
+    return out
+
+
+def copy_constants(codec: KVCodec) -> dict[str, Any]:
+    """Compile-time arguments of `copy_kernel`."""
+    k, v = codec.k_format, codec.v_format
+    return {
+        "PAGE_SIZE": codec.config.page_size,
+        "K_BYTES": k.code_width * k.code_dtype.itemsize,
+        "V_BYTES": v.code_width * v.code_dtype.itemsize,
+        "K_SCALE_BYTES": k.num_scales * SCALE_DTYPE.itemsize,
+        "V_SCALE_BYTES": v.num_scales * SCALE_DTYPE.itemsize,
+        "BLOCK": 2048,
+    }
+
+
+def copy_pages(codec: KVCodec, pages: LayerPages, copies: Sequence[tuple[int, int, int]]) -> None:
+    """Copy the first tokens of pages onto others, scales included, in all layers.
+
+    Args:
+        pages: of all layers: [num_layers, num_pages, num_kv_heads, page_size, ...] each.
+        copies: source page, target page, tokens; no target is a source as well.
+    """
+    num_layers, num_pages, num_kv_heads = pages.k_pages.shape[:3]
+    device = pages.k_pages.device
+    raw = [t.view(torch.uint8) if t.numel() else pages.k_pages.view(torch.uint8) for t in pages]
+    table = torch.tensor(copies, dtype=torch.int32).to(device, non_blocking=True)
+    with _on(device):
+        gpu.copy_kernel[(len(copies), num_layers, num_kv_heads)](
+            *raw,
+            table,
+            num_pages,
+            num_kv_heads,
+            **copy_constants(codec),
+            enable_fp_fusion=True,
+        )
+    runs["copy"] += 1

@@ -1,0 +1,170 @@
+"""The Triton kernels on any machine: in the interpreter, and compiled ahead of time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the extra gpu is not installed")
+
+from radixkv import compiled, tiles
+from radixkv.attention import get_backend
+from radixkv.compiled import CompileJob, compile_kernel, faults_of
+from radixkv.config import KVConfig
+from radixkv.quant import KVCodec, KVSpec
+from radixkv.tiles import Tile
+
+HERE = Path(__file__).resolve().parent
+CPU = torch.device("cpu")
+
+
+def run_python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = [str(HERE.parent), *filter(None, [env.get("PYTHONPATH")])]
+    env |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_WAIT_POLICY": "PASSIVE", **variables}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=env,
+        cwd=HERE.parent,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_every_kernel_is_right_in_the_interpreter():
+    # In a process of its own: the variable must be set before the kernels are imported.
+    done = run_python(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/device", TRITON_INTERPRET="1"
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def test_without_a_gpu_the_backend_says_how_to_have_it():
+    code = (
+        "import torch\nfrom radixkv.attention import get_backend\n"
+        "try:\n    get_backend('triton', torch.device('cpu'))\n"
+        "except ValueError as error:\n    print(error)\n"
+        "import sys\nassert 'triton' not in sys.modules\n"
+        "import radixkv_kernels.gpu, os\nos.environ['TRITON_INTERPRET'] = '1'\n"
+        "try:\n    get_backend('triton', torch.device('cpu'))\n"
+        "except ValueError as error:\n    print(error)\n"
+    )
+    done = run_python("-c", code)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert 'set TRITON_INTERPRET=1 before Python starts, or use "cpu"' in first
+    assert "the Triton kernels were imported before TRITON_INTERPRET=1 was set" in second
+
+
+def test_a_gpu_gets_triton_by_itself_and_an_unknown_device_the_plain_backend():
+    assert get_backend("auto", torch.device("meta")).name == "torch"
+    code = (
+        "import torch\nfrom radixkv.attention import get_backend\n"
+        "print(get_backend('auto', torch.device('cuda')).name)"
+    )
+    assert run_python("-c", code).stdout == "triton\n"
+
+
+# Ahead of time. A sample of the product, so that CI has time for it; `python -m fuzz.aot` has all.
+
+SAMPLE = [
+    CompileJob("decode", "cuda 90", "int8"),
+    CompileJob("decode", "cuda 90", "int4"),
+    CompileJob("decode", "cuda 90", "model"),
+    CompileJob("decode", "cuda 80", "fp8"),
+    CompileJob("decode", "cuda 80", "fp8_e5m2", 80),
+    CompileJob("decode", "hip gfx942", "int8"),
+    CompileJob("shared", "cuda 90", "int4"),
+    CompileJob("extend", "cuda 80", "int8"),
+    CompileJob(
+        "extend", "cuda 90", "int8", 64, rule=frozenset(["window", "softcap", "sinks", "slopes"])
+    ),
+    CompileJob("write", "cuda 80", "int4"),
+    CompileJob("write", "cuda 90", "fp8"),
+    CompileJob("rotate", "hip gfx942"),
+    CompileJob("merge", "cuda 90"),
+    CompileJob("copy", "cuda 80"),
+]
+
+
+@pytest.mark.parametrize(
+    "job", SAMPLE, ids=lambda job: f"{job.kernel} {job.target} {job.kv_dtype} {job.head_dim}"
+)
+def test_kernels_compile_without_spills_and_read_pages_in_loads_of_16_bytes(job):
+    report = compile_kernel(job)
+    assert faults_of(job, report) == []
+    assert report.registers > 0
+    if job.kernel == "copy":
+        assert 16 in report.load_bytes
+
+
+def test_a_job_that_there_is_not_is_named():
+    with pytest.raises(ValueError, match=r"expected a kernel of .* got 'decode', 'cuda 10'"):
+        compile_kernel(CompileJob("decode", "cuda 10"))
+
+
+def test_the_product_holds_every_tile_that_the_tuner_may_choose():
+    made = list(compiled.jobs(kernels=("decode", "rotate"), formats=("int8", "int4"), tuned=True))
+    choices = tiles.candidates("decode", "int8", 128)
+    assert [job.tile for job in made if (job.target, job.kv_dtype) == ("cuda 80", "int8")] == [
+        *choices,
+        None,  # rotate has no tile
+    ]
+    assert 2 <= len(choices) <= 6  # bounded
+    assert {job.target for job in made} == set(compiled.TARGETS)
+
+
+# Tiles
+
+
+@pytest.fixture
+def codec(tmp_path, monkeypatch) -> KVCodec:
+    monkeypatch.setenv("RADIXKV_TILES", str(tmp_path / "a" / "tiles.json"))
+    spec = KVSpec(num_layers=1, num_kv_heads=2, head_dim=64)
+    return KVCodec(spec, KVConfig(dtype="int8"))
+
+
+def test_the_fastest_tile_is_kept_on_disk_and_used_from_then_on(codec):
+    shipped, *others = tiles.candidates("decode", "int8", 64)
+    assert tiles.find_tile("decode", codec, 4, CPU) == shipped
+    asked = []
+
+    def measure(tile: Tile) -> float:
+        asked.append(tile)
+        if tile == shipped:
+            raise RuntimeError("out of resources")
+        return 2.0 if tile == others[0] else 1.0
+
+    assert tiles.tune("decode", codec, 4, CPU, measure) == others[1]
+    assert asked == [shipped, *others]  # each once
+    tiles._read_table.cache_clear()  # as a new process
+    assert tiles.find_tile("decode", codec, 4, CPU) == others[1]
+    assert tiles.find_tile("decode", codec, 2, CPU) == shipped  # another query group
+    assert tiles.find_tile("extend", codec, 4, CPU) == tiles.shipped_tile("extend", "int8", 64)
+    tiles.tune("extend", codec, 4, CPU, lambda tile: float(tile.num_warps))
+    tiles._read_table.cache_clear()
+    assert tiles.find_tile("decode", codec, 4, CPU) == others[1]  # entries are added
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"a": 1}', '{"a": {"block_m": 1}}', "\0"])
+def test_a_table_that_is_not_ours_counts_as_empty(codec, text):
+    path = tiles.table_path()
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    tiles._read_table.cache_clear()
+    assert tiles.find_tile("decode", codec, 4, CPU) == tiles.shipped_tile("decode", "int8", 64)
+
+
+def test_a_device_that_no_tile_fits_is_named(codec):
+    def measure(tile: Tile) -> float:
+        raise RuntimeError("out of resources")
+
+    with pytest.raises(RuntimeError, match="no tile of decode runs on cpu"):
+        tiles.tune("decode", codec, 4, CPU, measure)
