@@ -589,7 +589,7 @@ def write(
             rows[i, page_bytes : page_bytes + _CHECKSUM_BYTES] = np.frombuffer(
                 digest.to_bytes(_CHECKSUM_BYTES, "little"), dtype=np.uint8
             )
-        file.write(rows[:count])
+        file.write(rows[:count].data)
         tell(first + count, num_pages)
 
 
@@ -733,7 +733,7 @@ class Snapshot:
             count = int(jumps[0]) + 1 if jumps.size else len(run)
             rows = buffer[:count]
             at = int(run[0])
-            got = self._pread_into(self._start + at * stride, memoryview(rows).cast("B"))
+            got = self._pread_into(self._start + at * stride, rows.data.cast("B"))
             good = np.zeros(count, dtype=np.bool_)
             for i in range(got // stride):
                 digest = rows[i, page_bytes : page_bytes + _CHECKSUM_BYTES].tobytes()
@@ -875,7 +875,8 @@ def _places(
     """The places in the file of pages ``start`` to ``stop`` of every node, ascending."""
     counts = stop - start
     offsets = np.repeat(np.cumsum(counts) - counts, counts)
-    return np.repeat(saved.first_page + start, counts) + np.arange(counts.sum()) - offsets
+    first: NDArray[np.int64] = np.repeat(saved.first_page + start, counts)
+    return first + np.arange(counts.sum()) - offsets
 
 
 def _drop_damaged(saved: SavedTree, keep: NDArray[np.int64], bad: NDArray[np.int64]) -> int:

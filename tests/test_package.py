@@ -61,6 +61,7 @@ IMPORT_ORDER = [
     "pool",
     "cpu_backend",
     "attention",
+    "snapshot",
     "cache",
     "batch",
     "linear",
