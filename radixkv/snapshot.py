@@ -300,11 +300,16 @@ class SavedTree:
         return cls(page_size, namespaces, tokens=tokens, **arrays)
 
 
+def _children(node: Node) -> list[Node]:
+    return [] if node.children is None else list(node.children.by_key.values())
+
+
 class _Kept(NamedTuple):
-    """A node to be saved, and how many bytes of its edge."""
+    """A node to be saved: how many bytes of its edge, and the row of the node above."""
 
     node: Node
     size: int
+    above: int
 
 
 def collect(
@@ -323,54 +328,44 @@ def collect(
     Raises:
         SnapshotError: a namespace that cannot be saved.
 
-    Complexity: O(nodes * log(nodes)), plus the children of nodes where a prefix ends.
+    Complexity: O(nodes * log(nodes)), plus prefixes * the children on their way.
     """
     wanted = None if prefixes is None else list(prefixes)
     names: list[Hashable] = []
     kept: list[_Kept] = []
-    above: list[int] = []
     for namespace in namespaces:
         root = tree.roots.get(namespace)
         if root is None:
             continue
         encode_namespace(namespace)  # raises here, before anything is written
-        chosen = None if wanted is None else _choose(root, wanted)
-        row_of = {id(root): -1 - len(names)}
         names.append(namespace)
-        stack = list(root.children.by_key.values()) if root.children else []
+        stack: list[tuple[Node, int, list[bytes] | None]] = [(root, -len(names), wanted)]
         while stack:
-            node = stack.pop()
-            size = len(node.tokens)
-            if chosen is not None:
-                if id(node) not in chosen:
-                    continue
-                size = chosen[id(node)]
-            row_of[id(node)] = len(kept)
-            above.append(row_of[id(node.parent)])
-            kept.append(_Kept(node, size))
-            if node.children is not None and size == len(node.tokens):
-                stack.extend(node.children.by_key.values())
-    access = np.array([node.last_access for node, _ in kept], dtype=np.int64)
+            node, above, rests = stack.pop()
+            for child, size, further in _choose(_children(node), rests):
+                stack.append((child, len(kept), further))
+                kept.append(_Kept(child, size, above))
+    access = np.array([item.node.last_access for item in kept], dtype=np.int64)
     for row in range(len(kept) - 1, -1, -1):  # a use of a node is one of those above it
-        if above[row] >= 0:
-            access[above[row]] = max(access[above[row]], access[row])
+        above = kept[row].above
+        if above >= 0:
+            access[above] = max(access[above], access[row])
     order = np.argsort(-access, kind="stable")
     place = np.empty(len(kept), dtype=np.int64)
     place[order] = np.arange(len(kept))
     rows = [kept[i] for i in order]
-    parents = [above[i] if above[i] < 0 else place[above[i]] for i in order]
-    nodes = [node for node, _ in rows]
+    nodes = [item.node for item in rows]
     low, high = -(2**63), 2**63 - 1
     ranks = np.unique(access, return_inverse=True)[1][order]
     ttls = [math.nan if n.expires is None else max(0.0, n.expires - now) for n in nodes]
     page_bytes = tree.page_bytes
-    pages = [node.page_ids[: ID_BYTES * -(-size // page_bytes)] for node, size in rows]
+    pages = [n.page_ids[: ID_BYTES * -(-size // page_bytes)] for n, size, _ in rows]
     saved = SavedTree(
         tree.page_size,
         tuple(names),
-        parent=np.array(parents, dtype=np.int32),
-        length=np.array([size // TOKEN_BYTES for _, size in rows], dtype=np.uint32),
-        tokens=b"".join(node.tokens[:size] for node, size in rows),
+        parent=np.array([a if a < 0 else place[a] for _, _, a in rows], dtype=np.int32),
+        length=np.array([size // TOKEN_BYTES for _, size, _ in rows], dtype=np.uint32),
+        tokens=b"".join(node.tokens[:size] for node, size, _ in rows),
         last_access=ranks.astype(np.uint32),
         num_hits=np.array([min(node.num_hits, high) for node in nodes], dtype=np.int64),
         priority=np.array([min(max(n.priority, low), high) for n in nodes], dtype=np.int64),
@@ -379,34 +374,35 @@ def collect(
     return saved, np.frombuffer(b"".join(pages), dtype=np.int64)
 
 
-def _choose(root: Node, prefixes: list[bytes]) -> dict[int, int]:
-    """The nodes of sub-trees below ``prefixes``, by id, and how many bytes of each edge."""
-    chosen: dict[int, int] = {}
+def _choose(
+    children: list[Node], rests: list[bytes] | None
+) -> list[tuple[Node, int, list[bytes] | None]]:
+    """Which children to save, how many bytes of each, and what is left of the prefixes below.
 
-    def keep(node: Node, size: int) -> None:
-        chosen[id(node)] = max(size, chosen.get(id(node), 0))
-
-    for tokens in prefixes:
-        node, at = root, 0
-        while node.children is not None:
-            children = list(node.children.by_key.values())
-            rest = tokens[at:]
-            below = [child for child in children if child.tokens.startswith(rest)]
-            if below:  # all that goes on from the prefix, or is it
-                while below:
-                    child = below.pop()
-                    keep(child, len(child.tokens))
-                    if child.children is not None:
-                        below.extend(child.children.by_key.values())
-                break
-            lengths = [common_prefix(child.tokens, tokens, at) for child in children]
-            best = max(range(len(children)), key=lengths.__getitem__)
-            shared = lengths[best] // TOKEN_BYTES * TOKEN_BYTES
-            if shared:
-                keep(children[best], shared)
-            if shared < len(children[best].tokens):
-                break
-            node, at = children[best], at + shared
+    ``rests`` is what of the prefixes follows the node above; None keeps all.
+    """
+    if rests is None:
+        return [(child, len(child.tokens), None) for child in children]
+    whole: set[int] = set()
+    parts: dict[int, int] = {}
+    further: dict[int, list[bytes]] = {}
+    for rest in rests:
+        # All that goes on from the prefix, or is it; else the one that shares the most with it.
+        below = [i for i, child in enumerate(children) if child.tokens.startswith(rest)]
+        whole.update(below)
+        if below or not children:
+            continue
+        shares = [common_prefix(child.tokens, rest, 0) for child in children]
+        best = max(range(len(children)), key=shares.__getitem__)
+        shared = shares[best] // TOKEN_BYTES * TOKEN_BYTES
+        if shared:
+            parts[best] = max(shared, parts.get(best, 0))
+        if shared == len(children[best].tokens):
+            further.setdefault(best, []).append(rest[shared:])
+    chosen: list[tuple[Node, int, list[bytes] | None]] = [
+        (children[i], len(children[i].tokens), None) for i in sorted(whole)
+    ]
+    chosen += [(children[i], parts[i], further.get(i, [])) for i in parts if i not in whole]
     return chosen
 
 
@@ -875,8 +871,9 @@ def _places(
     """The places in the file of pages ``start`` to ``stop`` of every node, ascending."""
     counts = stop - start
     offsets = np.repeat(np.cumsum(counts) - counts, counts)
-    first: NDArray[np.int64] = np.repeat(saved.first_page + start, counts)
-    return first + np.arange(counts.sum()) - offsets
+    first = np.repeat(saved.first_page + start, counts)
+    places: NDArray[np.int64] = first + np.arange(counts.sum()) - offsets
+    return places
 
 
 def _drop_damaged(saved: SavedTree, keep: NDArray[np.int64], bad: NDArray[np.int64]) -> int:
