@@ -99,6 +99,7 @@ class PackedLinear(nn.Module):
         object.__setattr__(self, "plain", plain)
         self.register_parameter("bias", plain.bias)  # type: ignore[arg-type]
         self._packed: Tensor | None = None
+        self.num_packs = 0  # times that weights were taken: it changes when they may have
         self.train(plain.training)
         self.pack()
 
@@ -107,6 +108,7 @@ class PackedLinear(nn.Module):
 
     def pack(self) -> None:
         """Take the plain layer's weights."""
+        self.num_packs += 1
         parameter: nn.Parameter = self.plain.weight  # type: ignore[assignment]
         weight = parameter.detach()
         if self.is_transposed:

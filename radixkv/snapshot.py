@@ -215,24 +215,29 @@ class SavedTree:
         return np.cumsum(self.num_pages) - self.num_pages
 
     @cached_property
-    def _start(self) -> NDArray[np.int64]:
-        lengths = self.length.astype(np.int64)
-        return (np.cumsum(lengths) - lengths) * TOKEN_BYTES
+    def _borders(self) -> list[int]:
+        """Where each edge begins in ``tokens``, and where the last one ends."""
+        ends: list[int] = (np.cumsum(self.length.astype(np.int64)) * TOKEN_BYTES).tolist()
+        return [0, *ends]
+
+    @cached_property
+    def _parents(self) -> list[int]:
+        parents: list[int] = self.parent.tolist()  # read one by one, faster than from an array
+        return parents
 
     def __len__(self) -> int:
         return len(self.parent)
 
     def edge(self, row: int) -> bytes:
         """Tokens of a node's edge."""
-        start = int(self._start[row])
-        return self.tokens[start : start + TOKEN_BYTES * int(self.length[row])]
+        return self.tokens[self._borders[row] : self._borders[row + 1]]
 
     def path(self, row: int) -> tuple[Hashable, list[int]]:
         """The namespace of a node, and the rows from below its root down to it."""
         rows = []
         while row >= 0:
             rows.append(row)
-            row = int(self.parent[row])
+            row = self._parents[row]
         return self.namespaces[-1 - row], rows[::-1]
 
     def fills(self) -> NDArray[np.int64]:
@@ -869,11 +874,14 @@ def _places(
     saved: SavedTree, start: NDArray[np.int64], stop: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """The places in the file of pages ``start`` to ``stop`` of every node, ascending."""
-    counts = stop - start
-    offsets = np.repeat(np.cumsum(counts) - counts, counts)
-    first = np.repeat(saved.first_page + start, counts)
-    places: NDArray[np.int64] = first + np.arange(counts.sum()) - offsets
-    return places
+    return _runs(saved.first_page + start, stop - start)
+
+
+def _runs(first: NDArray[np.int64], count: NDArray[np.int64]) -> NDArray[np.int64]:
+    """``count[i]`` numbers from ``first[i]`` on, for every i."""
+    ends = np.cumsum(count)
+    runs: NDArray[np.int64] = np.repeat(first - ends + count, count) + np.arange(count.sum())
+    return runs
 
 
 def _drop_damaged(saved: SavedTree, keep: NDArray[np.int64], bad: NDArray[np.int64]) -> int:
@@ -939,7 +947,7 @@ def _insert(
     if cut:
         count[-1] -= cut
         tokens = tokens[: int(count.sum()) * saved.page_size * TOKEN_BYTES]
-    page_ids = np.concatenate([pages_of[a : a + n] for a, n in zip(first, count, strict=True)])
+    page_ids = pages_of[_runs(first, count)]
     priority, ttl_s = int(saved.priority[row]), float(saved.ttl_s[row])
     expires = None if math.isnan(ttl_s) else now + ttl_s
     if priority == -(2**63):  # had expired: let it expire again

@@ -65,6 +65,7 @@ IMPORT_ORDER = [
     "cache",
     "batch",
     "linear",
+    "fingerprint",
     "model",
     "text",
     "guided",
