@@ -725,7 +725,7 @@ class Snapshot:
             whether each has its checksum.
         """
         stride, page_bytes = self._stride, self.page_bytes
-        step = max(1, _CHUNK_BYTES // stride)
+        step = max(1, min(_CHUNK_BYTES // stride, len(wanted)))
         buffer = np.empty((step, stride), dtype=np.uint8)
         first = 0
         while first < len(wanted):
@@ -772,6 +772,52 @@ class Snapshot:
         self.close()
 
 
+def merge(target: Path_, sources: Iterable[Path_], *, progress: bool = False) -> int:
+    """Write one snapshot of what several hold, without a cache; what they share once.
+
+    Sequences of a later file count as more recently used than those of the ones before.
+
+    Args:
+        target: the new file; it may be one of the sources.
+        sources: snapshots of one model, geometry and KV format.
+    Returns:
+        pages written.
+    Raises:
+        SnapshotError: one is damaged, or not of the same kind as the first; nothing is written.
+        OSError: a file cannot be read or written.
+    """
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(Snapshot(path)) for path in sources]
+        first = files[0]
+        for file in files[1:]:
+            where = str(file.path)
+            require_equal(where, "geometry or KV format", file.layout, first.layout)
+            require_equal(where, "model", file.fingerprint, first.fingerprint)
+        pool = PagePool(sum(file.num_pages for file in files))
+        tree = RadixTree(first.page_size, pool)
+        source_of = np.zeros((pool.num_pages + 1, 2), dtype=np.int64)  # of a page: file, place
+
+        for number, file in enumerate(files):
+
+            def note(page_ids: PageIds, places: NDArray[np.int64], number: int = number) -> None:
+                source_of[page_ids, 0], source_of[page_ids, 1] = number, places
+
+            _graft(file, tree, pool, note, eviction="lru", now=0.0)
+        saved, page_ids = collect(tree, namespaces=list(tree.roots), prefixes=None, now=0.0)
+
+        def fill_rows(piece: slice, rows: NDArray[np.uint8]) -> None:
+            for i, (number, place) in enumerate(source_of[page_ids[piece]].tolist()):
+                for _, found, good in files[number].pages(np.array([place])):
+                    if not good.all():
+                        raise files[number]._damaged(f"page {place} has another checksum")
+                    rows[i] = found[0]
+
+        tell = stack.enter_context(shown_progress("merging", progress))
+        with replacing(target) as out:
+            write(out, first.layout, first.fingerprint, saved, fill_rows, tell)
+        return len(page_ids)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
     """What `PrefixCache.load` did.
@@ -813,6 +859,34 @@ def graft(
     Raises:
         SnapshotError: a page is damaged; the tree is as it was.
     """
+    bad: list[int] = []
+
+    def copy(page_ids: PageIds, places: NDArray[np.int64]) -> None:
+        for piece, rows, good in snapshot.pages(places):
+            if not good.all():
+                bad.extend(places[piece][~good].tolist())
+                if not salvage:
+                    raise snapshot._damaged(f"page {bad[0]} has another checksum")
+            put(page_ids[piece], rows)
+            tell(piece.stop, len(places))
+
+    return _graft(snapshot, tree, pool, copy, bad=bad, eviction=eviction, now=now)
+
+
+def _graft(
+    snapshot: Snapshot,
+    tree: RadixTree,
+    pool: PagePool,
+    fetch: Callable[[PageIds, NDArray[np.int64]], None],
+    *,
+    eviction: str,
+    now: float,
+    bad: list[int] | None = None,
+) -> Loaded:
+    """`graft`, where ``fetch`` sees to it that pages hold those of the file at given places.
+
+    ``bad`` lists, after that, the places that could not be read.
+    """
     saved = snapshot.tree
     keep, have = _plan(saved, tree, pool.num_free)
     wanted = _places(saved, have, keep)
@@ -821,15 +895,8 @@ def graft(
     before = tree.num_tokens
     try:
         pages_of[wanted] = mine
-        bad: list[int] = []
-        for piece, rows, good in snapshot.pages(wanted):
-            if not good.all():
-                bad += wanted[piece][~good].tolist()
-                if not salvage:
-                    raise snapshot._damaged(f"page {bad[0]} has another checksum")
-            put(mine[piece], rows)
-            tell(piece.stop, len(wanted))
-        lost = _drop_damaged(saved, keep, np.array(bad, dtype=np.int64))
+        fetch(mine, wanted)
+        lost = _drop_damaged(saved, keep, np.array(bad or (), dtype=np.int64))
         own_hits = _own_hits(saved, keep)
         for row in _uses(saved, keep, own_hits, eviction).tolist():
             end = _insert(saved, row, keep, pages_of, tree, now)
@@ -837,11 +904,10 @@ def graft(
                 tree.credit(end, int(own_hits[row]) - 1)
     finally:
         pool.drop(mine)
-    num_pages = int(np.count_nonzero(pool.in_tree[mine]))
     planned = int(saved.num_pages.sum()) - int(have.sum())
     return Loaded(
         tokens=tree.num_tokens - before,
-        pages=num_pages,
+        pages=int(np.count_nonzero(pool.in_tree[mine])),
         left_out_pages=planned - len(wanted),
         damaged_pages=lost,
     )

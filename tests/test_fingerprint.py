@@ -127,25 +127,29 @@ def test_a_fingerprint_is_the_same_while_layers_are_packed_and_in_another_proces
         assert fingerprint(model) == plain
     assert fingerprint(model) == plain
     assert fingerprint(model, extra=b"x")["extra"] != plain["extra"]
+    import transformers as tf
+
+    config = dict(
+        vocab_size=50, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        here = fingerprint(tf.LlamaForCausalLM(tf.LlamaConfig(**config)))
     code = (
         "import transformers as tf, torch\n"
         "from radixkv.fingerprint import fingerprint\n"
         "torch.manual_seed(0)\n"
-        "config = tf.LlamaConfig(vocab_size=50, hidden_size=8, intermediate_size=8,"
-        " num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)\n"
-        "found = fingerprint(tf.LlamaForCausalLM(config))"
+        f"print(repr(fingerprint(tf.LlamaForCausalLM(tf.LlamaConfig(**{config!r})))))"
     )
-    names: dict[str, Any] = {}
-    with torch.random.fork_rng():
-        exec(code, names)
     there = subprocess.run(
-        [sys.executable, "-c", f"{code}\nprint(repr(found))"],
+        [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "1"},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert there.stdout.strip() == repr(names["found"])
+    assert there.stdout.strip() == repr(here)
 
 
 # --- changes in place ----------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 import subprocess
@@ -18,10 +19,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixkv import KVConfig, KVSpec, PrefixCache, SnapshotError
+from radixkv import KVConfig, KVSpec, PrefixCache, SnapshotError, cli
 from radixkv.config import KV_DTYPES
 from radixkv.radix import encode_tokens
-from radixkv.snapshot import Snapshot, replacing
+from radixkv.snapshot import Snapshot, merge, replacing
 
 ROOT = Path(__file__).resolve().parent.parent
 SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=4, v_head_dim=2)
@@ -599,3 +600,66 @@ def test_memory_beyond_the_pool_is_flat(tmp_path: Path) -> None:
     size, saved, loaded = map(int, done.stdout.split())
     assert size > 155 * 2**20
     assert max(saved, loaded) < 64 * 2**20
+
+
+# --- the command line ------------------------------------------------------------------------
+
+
+def test_the_command_says_what_is_in_a_file_and_finds_damage(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "cache.rkv"
+    filled().save(path)
+    assert cli.main(["snapshot", "info", str(path), "--json"]) == 0
+    (report,) = json.loads(capsys.readouterr().out)
+    assert (report["tokens"], report["page_size"], report["bytes"]) == (
+        filled().tree.num_tokens, 4, path.stat().st_size,
+    )  # fmt: skip
+    assert cli.main(["snapshot", "verify", str(path)]) == 0
+    assert "damaged_pages   0" in capsys.readouterr().out
+    content = bytearray(path.read_bytes())
+    content[-60] ^= 1
+    path.write_bytes(content)
+    assert cli.main(["snapshot", "verify", str(path)]) == cli.EXIT_BAD_INPUT
+    assert "has damaged pages" in capsys.readouterr().err
+    for arguments in (["info", str(tmp_path / "no")], ["merge", str(path), str(path)]):
+        assert cli.main(["snapshot", *arguments]) == cli.EXIT_BAD_INPUT
+        assert "error: FILE: expected" in capsys.readouterr().err
+
+
+@settings(max_examples=25)
+@given(first=sequences, second=sequences)
+def test_a_merged_file_holds_what_both_hold_and_nothing_twice(
+    tmp_path_factory: Any, first: list[list[int]], second: list[list[int]]
+) -> None:
+    folder = tmp_path_factory.mktemp("snapshot")
+    paths = [folder / name for name in ("merged", "first", "second")]
+    oracle = make(2, 256)
+    for path, token_lists in zip(paths[1:], (first, second)):
+        cache = make(2, 256)
+        for token_ids in token_lists:
+            put(cache, token_ids, namespace="n")
+            put(oracle, token_ids, namespace="n")
+        cache.save(path)
+    assert cli.main(["snapshot", "merge", *map(str, paths), "--json"]) == 0
+    other = make(2, 256)
+    loaded = other.load(paths[0])
+    other.check()
+    assert loaded.tokens == oracle.tree.num_tokens
+    assert loaded.pages == oracle.stats().pages_cached
+    for token_ids in first + second:
+        assert stored(other, token_ids, "n") == stored(oracle, token_ids, "n")
+
+
+def test_files_that_do_not_belong_together_are_not_merged(tmp_path: Path) -> None:
+    one, two, out = (tmp_path / name for name in ("one", "two", "out"))
+    filled().save(one)
+    filled(dtype="fp8").save(two)
+    with pytest.raises(SnapshotError, match="k_format"):
+        merge(out, [one, two])
+    content = bytearray(one.read_bytes())
+    content[-60] ^= 1
+    two.write_bytes(content)
+    with pytest.raises(SnapshotError, match="another checksum"):
+        merge(out, [two, one])
+    assert not out.exists()
+    two.unlink()
+    assert list(tmp_path.iterdir()) == [one]
