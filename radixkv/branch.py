@@ -139,6 +139,10 @@ class Branch:
         self._closed = True
         self._hold(None)
 
+    def recompute(self) -> None:
+        """Give up the KV of its tokens; it is computed anew when needed."""
+        self._hold(None)
+
     def _sync(self) -> None:
         """Compute the KV of all tokens but the last, so that forks need not each do it."""
         if len(self.token_ids) < 2:

@@ -13,7 +13,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from heapq import heappop, heappush
 from pathlib import Path
@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from radixkv import view
+from radixkv import snapshot, view
 from radixkv.attention import Backend, get_backend
 from radixkv.config import KVConfig, parse_bytes, require_int, require_namespace, require_real
 from radixkv.errors import CacheInvariantError, CapacityError
@@ -570,6 +570,8 @@ class PrefixCache:
         spec, config, codec: geometry, options, formats.
         device, backend: where pages lie and which code reads them.
         pool, tree, storage: owners of pages; what is cached; the tensors.
+        identify: says which model the KV is of, name to digest; snapshots of another are
+            refused. `Engine` sets it (`radixkv.fingerprint`); by itself it says nothing.
     """
 
     def __init__(
@@ -613,6 +615,7 @@ class PrefixCache:
         self._pin_count = np.zeros(num_pages + 1, dtype=np.int32)
         self._num_pinned = 0
         self._now = time.monotonic
+        self.identify: Callable[[], Mapping[str, str]] = dict
 
     # --- leases ------------------------------------------------------------------------
 
@@ -833,6 +836,96 @@ class PrefixCache:
             cu_seqlens_q=on_device(starts),
             runs=runs,
         )
+
+    # --- snapshots ---------------------------------------------------------------------
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        prefixes: Sequence[Any] | None = None,
+        *,
+        namespace: Hashable = _ALL,
+        progress: bool = False,
+    ) -> None:
+        """Write what is cached to one file, which takes the place of ``path`` when it is whole.
+
+        A crash at any moment leaves the old file or the new one. Other calls on the cache wait
+        while pages are copied, not while the disk is waited for. The file holds the tokens as
+        they are: whoever can read it can read the prompts.
+
+        Args:
+            path: docs/snapshot-format.md says what is in the file.
+            prefixes: token id sequences: save only what begins with one of them, and what is
+                cached of these themselves; None is everything.
+            namespace: save only this one; None is a namespace too.
+            progress: show a bar on standard error.
+        Raises:
+            SnapshotError: a namespace that is not None, a str, bytes, an int or a tuple of these.
+            OSError: the file cannot be written; ``path`` is as it was.
+        """
+        wanted = None
+        if prefixes is not None:
+            wanted = [encode_tokens(prefix, name="prefixes") for prefix in prefixes]
+            if not all(wanted):
+                raise ValueError("prefixes: expected at least one token in each, got none")
+        if namespace is not _ALL:
+            require_namespace(namespace)
+        rows = snapshot.PageBytes(self.storage.pages)
+        with snapshot.shown_progress("saving", progress) as tell, snapshot.replacing(path) as file:
+            fingerprint = self.identify()
+            with self._guard:
+                names = list(self.tree.roots) if namespace is _ALL else [namespace]
+                saved, page_ids = snapshot.collect(
+                    self.tree, namespaces=names, prefixes=wanted, now=self._now()
+                )
+                fills = saved.fills()
+                snapshot.write(
+                    file,
+                    snapshot.layout_of(self.codec),
+                    fingerprint,
+                    saved,
+                    lambda piece, out: rows.read(page_ids[piece], fills[piece], out),
+                    tell,
+                )
+
+    def load(
+        self, path: str | os.PathLike[str], *, salvage: bool = False, progress: bool = False
+    ) -> snapshot.Loaded:
+        """Add what a snapshot holds to what is cached, as far as pages are free.
+
+        Nothing is evicted for it: what does not fit is left out, the least recently used first.
+        What is loaded counts as used now, in the order in which it was. Other calls on the
+        cache wait.
+
+        Args:
+            path: what `save` wrote; other processes may load it at the same time.
+            salvage: of a damaged or shortened file, load what is whole, instead of raising. Its
+                tree must be whole.
+            progress: show a bar on standard error.
+        Raises:
+            SnapshotError: damaged, of another format version, of another model, geometry or KV
+                format; the message names the difference, and the cache is as it was.
+            FileNotFoundError, OSError: the file is not there, or cannot be read.
+        """
+        with (
+            snapshot.shown_progress("loading", progress) as tell,
+            snapshot.Snapshot(path, salvage=salvage) as file,
+        ):
+            where = str(file.path)
+            layout = snapshot.layout_of(self.codec)
+            snapshot.require_equal(where, "geometry or KV format", file.layout, layout)
+            snapshot.require_equal(where, "model", file.fingerprint, self.identify())
+            with self._guard:
+                return snapshot.graft(
+                    file,
+                    self.tree,
+                    self.pool,
+                    snapshot.PageBytes(self.storage.pages).write,
+                    eviction=self.config.eviction,
+                    now=self._now(),
+                    salvage=salvage,
+                    tell=tell,
+                )
 
     # --- looking -----------------------------------------------------------------------
 

@@ -656,6 +656,73 @@ def _run_bench(arguments: argparse.Namespace) -> None:
     print(json.dumps(record))
 
 
+# snapshot
+
+
+def _add_snapshot_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "what",
+        choices=("info", "verify", "merge"),
+        help="say what is in a file; read every page of it; write one file of several",
+    )
+    parser.add_argument("files", nargs="+", metavar="FILE", help="merge: the new file comes first")
+
+
+def _run_snapshot(arguments: argparse.Namespace) -> None:
+    """Look into, verify or merge the files that PrefixCache.save writes; no model is loaded."""
+    from radixkv import snapshot
+
+    files = arguments.files
+    shown = sys.stderr.isatty() and not arguments.json
+    try:
+        if arguments.what == "merge":
+            if len(files) < 3:
+                raise ValueError(
+                    f"FILE: expected a new file and at least two snapshots, got {len(files)} in all"
+                )
+            snapshot.merge(files[0], files[1:], progress=shown)
+            files = files[:1]
+        reports = [_snapshot_report(file, arguments.what, shown) for file in files]
+    except OSError as error:
+        raise RadixKVError(f"FILE: expected a readable snapshot; {error}") from error
+    if arguments.json:
+        print(json.dumps(reports, indent=2))
+    else:
+        for report in reports:
+            for name, value in report.items():
+                print(f"{name:15} {value:,}" if isinstance(value, int) else f"{name:15} {value}")
+    damaged = [report["file"] for report in reports if report.get("damaged_pages")]
+    if damaged:
+        raise RadixKVError(
+            f"{', '.join(damaged)}: has damaged pages; PrefixCache.load(..., salvage=True) loads "
+            f"the rest"
+        )
+
+
+def _snapshot_report(file: str, what: str, shown: bool) -> dict[str, Any]:
+    from radixkv import snapshot
+
+    with snapshot.Snapshot(file) as found:
+        tree = found.tree
+        report = {
+            "file": file,
+            "bytes": found.num_bytes,
+            "format_version": found.version,
+            "written_by": f"radixkv {found.writer}",
+            "namespaces": len(tree.namespaces),
+            "nodes": len(tree),
+            "tokens": int(tree.length.sum()),
+            "pages": found.num_pages,
+            **found.layout,
+            "model": found.fingerprint.get("class", "none: a cache by itself"),
+            "model_weights": found.fingerprint.get("weights", ""),
+        }
+        if what == "verify":
+            with snapshot.shown_progress("verifying", shown) as tell:
+                report["damaged_pages"] = len(found.damaged_pages(tell))
+        return report
+
+
 _COMMANDS: dict[
     str,
     tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], None]],
@@ -665,6 +732,7 @@ _COMMANDS: dict[
     "calc": (_add_calc_arguments, _run_calc),
     "quality": (_add_quality_arguments, _run_quality),
     "bench": (_add_bench_arguments, _run_bench),
+    "snapshot": (_add_snapshot_arguments, _run_snapshot),
 }
 
 

@@ -28,6 +28,7 @@ from radixkv.errors import (
     EngineClosedError,
     RadixKVError,
 )
+from radixkv.fingerprint import WeightWatch, fingerprint
 from radixkv.guided import Guide, make_guide
 from radixkv.model import ModelRunner
 from radixkv.request import (
@@ -121,7 +122,8 @@ class Engine:
 
     Attributes:
         is_batch_invariant: whether results are bit for bit the same whatever else runs and
-            whatever is cached; measured when the engine is made (float32 on a CPU with oneDNN).
+            whatever is cached; measured when the engine is made (float32 on a CPU with oneDNN);
+            False once layers of the model were replaced by others.
 
     Raises:
         UnsupportedModelError: the model's attention cannot be served rightly.
@@ -167,6 +169,10 @@ class Engine:
         except BaseException:
             self._runner.release()
             raise
+        self._watch = WeightWatch(model)
+        self._fingerprint: dict[str, str] | None = None
+        reference = weakref.ref(self)
+        self.cache.identify = lambda: _identify(reference)
         self._scheduler = Scheduler(self.cache, self._forward, max_batch_tokens)
         self._step_lock = threading.RLock()
         self._stepping: int | None = None  # ident of the thread inside a step
@@ -193,6 +199,7 @@ class Engine:
         dtype: str | torch.dtype = "auto",
         max_batch_tokens: int = 1024,
         backend: str = "auto",
+        snapshot: str | os.PathLike[str] | None = None,
         **transformers_kwargs: Any,
     ) -> Engine:
         """Load a model and its tokenizer as transformers does, and make an engine of them.
@@ -202,6 +209,8 @@ class Engine:
             device: ``"auto"`` is the GPU if there is one.
             dtype: ``"auto"`` is the checkpoint's own, but float32 on a CPU that has no
                 bfloat16 arithmetic (said in the log).
+            snapshot: file of `PrefixCache.save` that the cache begins with. It must be there,
+                and of this model and ``kv`` (`SnapshotError` says what differs).
             transformers_kwargs: to ``from_pretrained`` of model and tokenizer
                 (``gguf_file=...``) or of the model alone.
 
@@ -210,6 +219,8 @@ class Engine:
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
+        if snapshot is not None:
+            Path(snapshot).stat()  # before the model is loaded: raises FileNotFoundError
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         shared = {
@@ -247,6 +258,12 @@ class Engine:
             backend=backend,
         )
         engine._runner.warn_of_outliers(kv)
+        if snapshot is not None:
+            try:
+                engine.cache.load(snapshot)
+            except BaseException:
+                engine.close()
+                raise
         return engine
 
     # -- asking ------------------------------------------------------------------------------
@@ -422,6 +439,8 @@ class Engine:
         self._stepping = threading.get_ident()
         progressed: dict[Request, None] = {}
         try:
+            if self._inbox:
+                self._drop_stale()
             self._settle(progressed)
             outputs = self._scheduler.step()
             if outputs:
@@ -443,6 +462,55 @@ class Engine:
         finally:
             self._stepping = None
         return list(progressed)
+
+    def reset_cache(self) -> None:
+        """Drop all cached KV, because the model now computes another.
+
+        Changed weights, adapters and layers are mostly noticed when a request comes, and this
+        is done then; `radixkv.fingerprint.WeightWatch` says what is not noticed. Requests that
+        run fail, branches compute their tokens anew.
+
+        Raises:
+            RadixKVError: called from inside a step.
+        """
+        self.check_open()
+        if self._stepping == threading.get_ident():
+            raise RadixKVError(
+                "Engine.reset_cache: called from inside one of the engine's own steps (a logits "
+                "processor or callback); call it between requests"
+            )
+        with self._step_lock:
+            self._watch.changed()
+            self._reset()
+
+    def _drop_stale(self) -> None:
+        if self._watch.changed():
+            logger.warning("the model was changed: all cached KV is dropped")
+            self._reset()
+
+    def _reset(self) -> None:
+        error = RadixKVError(
+            "Engine: the model was changed while the request was running; run it again"
+        )
+        for request in list(self._live):
+            request.fail(error)
+        for request in list(self._inbox):
+            request.recompute()
+        for branch in list(self._branches):
+            branch.recompute()
+        self.cache.clear()
+        self._runner.forget()
+        self.is_batch_invariant &= not self._watch.layers_replaced
+        self._fingerprint = None
+
+    def fingerprint(self) -> dict[str, str]:
+        """What of its model the cached KV depends on, name to value; snapshots hold it."""
+        self.check_open()
+        with self._step_lock:
+            self._drop_stale()
+            if self._fingerprint is None:
+                self._fingerprint = fingerprint(self.model, self.tokenizer)
+            return dict(self._fingerprint)
 
     def _settle(self, progressed: dict[Request, None]) -> None:
         """Start what was submitted, end what was aborted or timed out, forget what has ended."""
@@ -942,6 +1010,13 @@ def _run_steps(
                 timeout_s = _PAUSED_S if engine._live else _LINGER_S / 2
                 del engine  # an engine that nobody uses must not be kept alive from here
                 wake.wait(timeout_s)
+
+
+def _identify(engine_ref: weakref.ref[Engine]) -> dict[str, str]:
+    engine = engine_ref()
+    if engine is None:
+        raise EngineClosedError("PrefixCache: expected a cache whose engine is open; keep it")
+    return engine.fingerprint()
 
 
 def _gather(drawn: list[tuple[Output, int]], places: list[int]) -> Tensor:

@@ -477,6 +477,10 @@ class ModelRunner:
                 stacklevel=3,
             )
 
+    def forget(self) -> None:
+        """Ask the model's attention anew what it wants: its weights were changed."""
+        self._rules.clear()
+
     def forward(self, batch: Batch, cache: PrefixCache) -> Tensor:
         """Run ``batch``: write its tokens' KV into ``cache`` and return the wanted logits.
 

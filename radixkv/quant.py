@@ -80,12 +80,14 @@ class KVFormat:
         code_width: elements of ``code_dtype`` a row.
         num_scales: bfloat16 factors a row.
         poison: a byte that fills fresh pages in tests; as a code it is never written.
+        version: goes up when stored bytes come to mean something else; snapshots hold it.
     """
 
     name: str
     code_dtype: torch.dtype
     num_scales: int = 1
     poison: int = 0xFF
+    version: int = 1
 
     def __init__(self, head_dim: int) -> None:
         self.head_dim = head_dim

@@ -693,6 +693,15 @@ class RadixTree:
             elif node.parent.parent is not None:
                 self._join(node.parent)
 
+    def credit(self, node: Node, num_hits: int) -> None:
+        """Count that many more uses of a node and of all above it. Complexity: O(depth)."""
+        self._unkey(node)
+        walk: Node | None = node
+        while walk is not None:
+            walk.num_hits += num_hits
+            walk = walk.parent
+        self._rekey(node)
+
     def settle(self, node: Node | None) -> None:
         """Look again whether a leaf is evictable, after its last page got another holder."""
         if node is not None and node.key is not None and self._is_held(node):

@@ -226,6 +226,12 @@ class Request:
         """Put the first sequence into the scheduler."""
         raise NotImplementedError
 
+    def recompute(self) -> None:
+        """Give up the KV that it was given, before it is started; it is computed anew."""
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+
     def on_output(self, output: Output) -> list[SamplerRow]:
         """Take one step's output; returns the rows to be drawn from its last logits."""
         raise NotImplementedError
@@ -316,9 +322,7 @@ class Request:
         self._end(result)
 
     def _end(self, result: Any) -> None:
-        if self._lease is not None:  # ended before it was started
-            self._lease.release()
-            self._lease = None
+        self.recompute()  # if it ended before it was started
         self._result = result
         self.metrics.total_s = time.perf_counter() - self._submitted
         if self.on_end is not None:
