@@ -286,10 +286,15 @@ class Lease:
             tail >= 0 and in_part < cache.page_size and cache.pool.count(self._pages[tail]) > 1
         )
         pages = cache._allocate(more + copies, "extend")
-        if copies:
-            self._replace(tail, int(pages[-1]), in_part)
-        if more:
-            self._append(pages[:more])
+        try:
+            if copies:
+                self._replace(tail, int(pages[-1]), in_part)
+                pages = pages[:more]
+            if more:
+                self._append(pages)
+        except BaseException:
+            cache.pool.drop(pages)  # those that are not the lease's yet
+            raise
 
     def fork(self) -> Lease:
         """A second lease on the same pages; nothing is copied until one of them writes."""
@@ -297,15 +302,10 @@ class Lease:
         cache = self._cache
         with cache._guard:
             pages = self._pages[: self._num_pages].copy()
+            tokens, written = self._tokens[:], list(self._written)
             cache.pool.hold(pages)
             other = Lease(
-                cache,
-                self._tokens[:],
-                pages,
-                self._num_cached,
-                self._namespace,
-                list(self._written),
-                self._start,
+                cache, tokens, pages, self._num_cached, self._namespace, written, self._start
             )
             other._chunk_start = self._chunk_start
             return other
@@ -455,8 +455,12 @@ class Lease:
         if not shared.size:
             return
         fresh = cache._allocate(shared.size, "write")
-        for i, page_id in zip((shared + first).tolist(), fresh.tolist(), strict=True):
-            self._replace(i, page_id, min(page_size, self.num_tokens - i * page_size))
+        for n, i in enumerate((shared + first).tolist()):
+            try:
+                self._replace(i, int(fresh[n]), min(page_size, self.num_tokens - i * page_size))
+            except BaseException:
+                cache.pool.drop(fresh[n:])
+                raise
 
 
 class Pin:
@@ -630,26 +634,28 @@ class PrefixCache:
             found = tree.match(tokens if full else tokens[:-TOKEN_BYTES], namespace)
             held = found.page_ids
             need = -(-num_tokens // page_size) - held.size
+            fresh = held[:0]
             if held.size:
                 pool.hold(held)
                 if found.child is None:
                     tree.settle(found.node)
             try:
                 self._require_room(need, "acquire")
-            except CapacityError:
+                start = tree.touch(found)  # before eviction, which may join or remove its nodes
+                if need > pool.num_free:
+                    tree.evict(need - pool.num_free)
+                fresh = pool.allocate(need)
+                source = found.partial_page
+                # Eviction may have taken the page that is copied, even for this lease: what it
+                # holds is there until somebody writes, and nobody did.
+                if source and source != fresh[0]:
+                    self.storage.copy_page(source, int(fresh[0]), found.num_tokens % page_size)
+                    self.cow_copies += 1
+                pages = np.concatenate((held, fresh))
+            except BaseException:
                 pool.drop(held)
+                pool.drop(fresh)
                 raise
-            start = tree.touch(found)  # before eviction, which may join or remove its nodes
-            if need > pool.num_free:
-                tree.evict(need - pool.num_free)
-            fresh = pool.allocate(need)
-            source = found.partial_page
-            # Eviction may have taken the page that is copied, even for this lease: what it
-            # holds is there until somebody writes, and nobody did.
-            if source and source != fresh[0]:
-                self.storage.copy_page(source, int(fresh[0]), found.num_tokens % page_size)
-                self.cow_copies += 1
-            pages = np.concatenate((held, fresh))
             self.lookups += 1
             self.lookup_tokens += num_tokens
             self.hit_tokens += found.num_tokens

@@ -441,14 +441,20 @@ class Engine:
         while self._inbox:
             request = self._inbox.popleft()
             self._live[request] = None
-            if not request.aborted:
-                request.start(self._scheduler)
+            if not request.aborted and not request.done:
+                try:
+                    request.start(self._scheduler)
+                except Exception as error:
+                    request.fail(error)
         now = time.perf_counter()
         for request in list(self._live):
             late = request.deadline is not None and now > request.deadline
             if (request.aborted or late) and not request.done:
                 request.aborted = True
-                request.abort()
+                try:
+                    request.abort()
+                except Exception as error:
+                    request.fail(error)
                 progressed[request] = None
             if request.done:
                 del self._live[request]
@@ -456,9 +462,7 @@ class Engine:
                 request.pause_or_go_on()
 
     def _deliver(self, outputs: list[Output], progressed: dict[Request, None]) -> None:
-        rows: list[SamplerRow] = []
-        places: list[int] = []  # of the rows in the batch's logits
-        drawn: list[tuple[Output, int]] = []
+        drawn: list[tuple[Output, list[SamplerRow]]] = []
         for output in outputs:
             request: Request = output.sequence.owner
             if request.done:
@@ -474,33 +478,37 @@ class Engine:
                 request.fail(error)
                 continue
             if wanted:
-                rows += wanted
-                places += [output.row + output.stop - 1 - output.logits_from] * len(wanted)
-                drawn.append((output, len(wanted)))
+                drawn.append((output, wanted))
         self._totals["steps"] += 1
         self._batches.append((sum(o.stop - o.start for o in outputs), len(outputs)))
-        if not rows:
+        # A users' callable is called once for a token, whatever becomes of its neighbours.
+        alone = [one for one in drawn if one[1][0].params.logits_processors]
+        self._sample([one for one in drawn if not one[1][0].params.logits_processors])
+        for one in alone:
+            self._sample([one])
+
+    def _sample(self, drawn: list[tuple[Output, list[SamplerRow]]]) -> None:
+        """Draw for all at once; if that fails one by one, so that only the one at fault fails."""
+        drawn = [one for one in drawn if not one[0].sequence.owner.done]
+        if not drawn:
             return
-        logits = _gather(drawn, places)
         try:
-            sampled = sample(logits, rows)
-        except Exception:
-            sampled = None  # some request's fault; found below, one by one
-        start = 0
-        for output, num_rows in drawn:
+            sampled = iter(sample(_gather(drawn), [row for _, rows in drawn for row in rows]))
+        except Exception as error:
+            if len(drawn) == 1:
+                drawn[0][0].sequence.owner.fail(error)
+            else:
+                for one in drawn:
+                    self._sample([one])
+            return
+        for output, rows in drawn:
             request = output.sequence.owner
-            stop = start + num_rows
+            mine = [next(sampled) for _ in rows]
             if not request.done:
                 try:
-                    mine = (
-                        sample(logits[start:stop], rows[start:stop])
-                        if sampled is None
-                        else sampled[start:stop]
-                    )
                     request.on_sampled(output.sequence, mine)
                 except Exception as error:
                     request.fail(error)
-            start = stop
 
     def _forward(self, runs: list[Run]) -> Tensor:
         return self._runner.forward(build_batch(runs, self._runner.device), self.cache)
@@ -524,16 +532,25 @@ class Engine:
                     name="radixkv-engine",
                     daemon=True,
                 )
-                self._thread.start()
+                try:
+                    self._thread.start()
+                except BaseException:  # the system has no thread left
+                    self._thread = None
+                    raise
 
     def run_all(self, requests: list[Any], *, progress: bool = False) -> list[Any]:
         """Run requests to their end; if one fails, the others are aborted and its error raised."""
-        if self._stepping == threading.get_ident():
-            raise RadixKVError(
-                "Engine: called from inside one of its own steps (a logits processor or callback), "
-                "which would wait for itself; use submit() there"
-            )
-        self._enqueue(requests)
+        try:
+            if self._stepping == threading.get_ident():
+                raise RadixKVError(
+                    "Engine: called from inside one of its own steps (a logits processor or "
+                    "callback), which would wait for itself; use submit() there"
+                )
+            self._enqueue(requests)
+        except BaseException as error:
+            for request in requests:  # they may have brought leases
+                request.fail(error)
+            raise
         try:
             if progress:
                 _show_progress(self, requests)
@@ -929,12 +946,15 @@ def _run_steps(
                 wake.wait(timeout_s)
 
 
-def _gather(drawn: list[tuple[Output, int]], places: list[int]) -> Tensor:
-    """The logits of one row a place, without a copy where they stand so already."""
+def _gather(drawn: list[tuple[Output, list[SamplerRow]]]) -> Tensor:
+    """The logits to draw each row from, without a copy where they stand so already."""
     batch_logits = drawn[0][0].batch_logits
     assert batch_logits is not None
     if any(output.batch_logits is not batch_logits for output, _ in drawn):  # run one by one
-        return torch.cat([output.logits[-1:].expand(count, -1) for output, count in drawn])
+        return torch.cat([output.logits[-1:].expand(len(rows), -1) for output, rows in drawn])
+    places: list[int] = []
+    for output, rows in drawn:
+        places += [output.row + output.stop - 1 - output.logits_from] * len(rows)
     if places == list(range(batch_logits.shape[0])):
         return batch_logits
     return batch_logits[torch.tensor(places, device=batch_logits.device)]

@@ -495,8 +495,11 @@ class ModelRunner:
         if not self._keeps_logits:
             logits = logits[batch.logit_rows]
         logits = logits.float()
-        if logits.shape[0] and bool(torch.isnan(logits).any()):
+        # A row's largest is NaN or +inf if any is; -inf only if all are (some may be barred).
+        if logits.shape[0] and not bool(logits.amax(dim=-1).isfinite().all()):
             raise NonFiniteError(
-                "logits: expected numbers, got NaN; check the model's weights and dtype"
+                "logits: expected finite numbers or -inf, got NaN, +inf or nothing but -inf; "
+                "check the model's weights and dtype (float16 overflows above 65504: try "
+                "bfloat16 or float32)"
             )
         return logits
