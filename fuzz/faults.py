@@ -13,6 +13,7 @@ writes files adds its own there.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import dataclasses
 import io
@@ -35,15 +36,15 @@ from radixkv import BeamParams, Engine, KVConfig, SamplingParams
 _RETRIES = 4  # of a call that a fault ended; one fault is at most two calls in a row
 
 
-class Fault(RuntimeError):
+class FaultError(RuntimeError):
     """Raised at a chosen call."""
 
 
-class MemoryFault(MemoryError):
+class MemoryFaultError(MemoryError):
     """The same, as an allocation says it."""
 
 
-FAULTS = (Fault, MemoryFault)
+FAULTS = (FaultError, MemoryFaultError)
 
 
 class Faults:
@@ -199,27 +200,31 @@ BASE = [5 + (7 * i) % 200 for i in range(13)]
 
 
 class Batched:
-    """Requests of every kind at once, in a pool too small for them, stepped by hand."""
+    """Requests of several kinds at once, in a pool too small for them, stepped by hand.
 
-    name = "batched"
+    Args:
+        parts: which of the requests below.
+        num_pages: of the pool.
+    """
 
-    def __init__(self, faults: Faults) -> None:
+    def __init__(self, faults: Faults, parts: str, num_pages: int) -> None:
         def processor(input_ids: Any, logits: Any) -> Any:
             faults.hit("callback: logits processor")
             return logits.roll(1, dims=-1)
 
         self.faults = faults
-        self.asked: dict[str, tuple[Any, Any]] = {
-            "greedy": (BASE + [9], SamplingParams(temperature=0, max_new_tokens=12)),
+        self.num_pages = num_pages
+        known: dict[str, tuple[Any, Any]] = {
+            "greedy": (BASE, SamplingParams(temperature=0, max_new_tokens=7)),
             "samples": (
                 BASE[:6],
-                SamplingParams(n=2, seed=3, max_new_tokens=5, ignore_eos=True, logprobs=2),
+                SamplingParams(n=2, seed=3, max_new_tokens=4, ignore_eos=True, logprobs=2),
             ),
             "processed": (
-                BASE[:9] + [7],
-                SamplingParams(seed=1, max_new_tokens=3, logits_processors=[processor]),
+                [*BASE[:9], 7],
+                SamplingParams(seed=1, max_new_tokens=2, logits_processors=[processor]),
             ),
-            "beams": (BASE[:5] + [11, 12], BeamParams(width=2, max_new_tokens=4)),
+            "beams": ([*BASE[:5], 11, 12], BeamParams(width=2, max_new_tokens=3)),
             "prompt": (
                 BASE[:10],
                 SamplingParams(temperature=0, max_new_tokens=1, prompt_logprobs=1),
@@ -230,13 +235,14 @@ class Batched:
                 SamplingParams(seed=2, max_new_tokens=4, stop=["zz", "q"]),
             ),
         }
+        self.asked = {name: known[name] for name in parts.split()}
 
     def solo(self, engine: Engine) -> Outcomes:
         """Each request alone, on an empty cache."""
         found = {}
-        for name, (prompt, params) in self.asked.items():
+        for name, asked in self.asked.items():
             engine.cache.clear()
-            found[name] = self._run(engine, {name: (prompt, params)})[name]
+            found[name] = self._run(engine, {name: asked})[name]
         return found
 
     def run(self, engine: Engine) -> Outcomes:
@@ -264,83 +270,109 @@ class Batched:
 
 
 class Called:
-    """Calls that wait for the engine's thread: each is made again until no fault ends it."""
+    """Calls that wait for the engine's thread: each is made again until no fault ends it.
 
-    name = "called"
+    A call that failed has changed nothing, or the next one would give something else.
+    """
 
-    def __init__(self, faults: Faults, folder: Path) -> None:
+    num_pages = 24
+
+    def __init__(
+        self, faults: Faults, script: Callable[[Engine, Callable[..., Any]], Outcomes]
+    ) -> None:
         self.faults = faults
-        self.folder = folder
-
-    def solo(self, engine: Engine) -> Outcomes:
-        """The same without faults."""
-        return self.run(engine)
+        self.script = script
 
     def run(self, engine: Engine) -> Outcomes:
-        """Branches, scores, streams, a progress bar, a picture of the tree."""
-        found: Outcomes = {}
-        greedy = SamplingParams(temperature=0, max_new_tokens=3, ignore_eos=True)
-        branch = self._again(lambda: engine.open(BASE[:7]))
-        with branch:
-            self._again(lambda: branch.append("on a"))
-            found["kept"] = outcome(self._again(lambda: branch.generate(greedy)))
-            twins = self._again(lambda: branch.fork(2))
-            self._again(lambda: twins[0].append([{"role": "user", "content": "a"}]))
-            found["twin"] = outcome(self._again(lambda: twins[0].generate(greedy)))
-            self._again(lambda: twins[1].truncate(5))
-            found["cut"] = outcome(self._again(lambda: twins[1].generate(greedy, keep=False)))
-            found["scores"] = self._again(lambda: branch.score([[5, 6, 7], [8]]))
-            found["tokens"] = [list(b.token_ids) for b in (branch, *twins)]
-            for twin in twins:
-                twin.close()
-        found["score"] = self._again(lambda: engine.score("the in", ["on", "the"]))
-        found["stream"] = self._again(lambda: self._stream(engine))
-        self._again(lambda: self._drop(engine))
-        with contextlib.redirect_stdout(io.StringIO()):  # the bar itself
-            bar = self._again(lambda: engine.generate([BASE[:4], "in"], greedy, progress=True))
-        found["bar"] = outcome(bar)
-        page = self.folder / "tree.html"
-        self._again(lambda: engine.cache.to_html(page))
-        found["page"] = page.exists()
-        page.unlink()
-        return found
+        """The outcomes of the script's calls."""
 
-    def _again(self, call: Callable[[], Any]) -> Any:
-        for _ in range(_RETRIES):
-            try:
-                return call()
-            except FAULTS:
-                with self.faults.paused():
-                    require_sums(self.engine)
-        raise AssertionError("failed again and again, with one fault")
+        def again(call: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+            for _ in range(_RETRIES):
+                try:
+                    return call(*args, **keywords)
+                except FAULTS:
+                    with self.faults.paused():
+                        require_sums(engine)
+            raise AssertionError("failed again and again, with one fault")
 
-    engine: Engine
+        return self.script(engine, again)
 
-    def _stream(self, engine: Engine) -> list[Any]:
+    solo = run  # the same without faults
+
+
+GREEDY = SamplingParams(temperature=0, max_new_tokens=2, ignore_eos=True)
+
+
+def branches(engine: Engine, again: Callable[..., Any]) -> Outcomes:
+    """Open, append, generate, fork, cut back."""
+    found: Outcomes = {}
+    with again(engine.open, BASE[:7]) as branch:
+        again(branch.append, "on a")
+        found["kept"] = outcome(again(branch.generate, GREEDY))
+        twins = again(branch.fork, 2)
+        again(twins[0].append, [{"role": "user", "content": "a"}])
+        again(twins[1].truncate, 5)
+        found["cut"] = outcome(again(twins[1].generate, GREEDY, keep=False))
+        found["tokens"] = [list(b.token_ids) for b in (branch, *twins)]
+        for twin in twins:
+            twin.close()
+    return found
+
+
+def scores(engine: Engine, again: Callable[..., Any]) -> Outcomes:
+    """Scores, of a branch too."""
+    found: Outcomes = {"text": again(engine.score, "the in", ["on", "the"])}
+    with again(engine.open, BASE[:5]) as branch:
+        found["branch"] = again(branch.score, [[5, 6, 7], [8]])
+    return found
+
+
+def streams(engine: Engine, again: Callable[..., Any]) -> Outcomes:
+    """A stream read to its end, and one that is dropped."""
+
+    def read() -> list[Any]:
         deltas = list(engine.stream("the a", seed=4, max_new_tokens=5, stop=["zz"]))
         return ["".join(d.text for d in deltas), [t for d in deltas for t in d.token_ids]]
 
-    def _drop(self, engine: Engine) -> None:
-        stream = engine.stream(BASE, max_new_tokens=30, ignore_eos=True, seed=1)
-        try:
+    def drop() -> None:
+        with engine.stream(BASE, max_new_tokens=20, ignore_eos=True, seed=1) as stream:
             next(stream)
-        finally:
-            stream.close()
+
+    again(drop)
+    return {"read": again(read)}
+
+
+def shown(engine: Engine, again: Callable[..., Any]) -> Outcomes:
+    """A progress bar, asyncio, and a picture of the tree on disk."""
+    with contextlib.redirect_stdout(io.StringIO()):  # the bar itself
+        bar = again(engine.generate, [BASE[:4], "in"], GREEDY, progress=True)
+    later = again(lambda: asyncio.run(engine.agenerate(BASE[:6], GREEDY)))
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "tree.html"
+        again(engine.cache.to_html, page)
+        written = page.exists()
+    return {"bar": outcome(bar), "later": outcome(later), "page": written}
 
 
 class Harness:
     """Engines, loads and their fault-free outcomes; made once, used for every point."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
         self.faults = Faults()
         self.model, self.tokenizer = make_model(), make_tokenizer()
         self.engines: dict[str, Engine] = {}
         self.expected: dict[str, Outcomes] = {}
         self.counts: dict[str, int] = {}
+        self.next: Any = None
         self.calls: Counter[str] = Counter()
         self.loads: dict[str, Any] = {
-            "batched": Batched(self.faults),
-            "called": Called(self.faults, folder),
+            "prompts": Batched(self.faults, "greedy prompt processed", 6),
+            "forks": Batched(self.faults, "greedy samples beams", 6),
+            "text": Batched(self.faults, "regex chat", 8),
+            "mixed": Batched(self.faults, "greedy samples processed beams prompt regex chat", 8),
+        } | {
+            script.__name__: Called(self.faults, script)
+            for script in (branches, scores, streams, shown)
         }
         self.preemptions = 0
 
@@ -353,31 +385,29 @@ class Harness:
             kv=KVConfig(page_size=4, capacity="4MiB"),
             backend="torch",
         )
-        for name in self.loads:
-            num_pages = 7 if name == "batched" else 24
-            capacity = num_pages * roomy.cache.codec.bytes_per_page
-            engine = Engine(
+        for name, load in self.loads.items():
+            capacity = load.num_pages * roomy.cache.codec.bytes_per_page
+            self.engines[name] = Engine(
                 self.model,
                 self.tokenizer,
                 kv=KVConfig(page_size=4, capacity=capacity),
                 max_batch_tokens=16,
                 backend="torch",
             )
-            add_kernels(self.faults, engine)
-            self.engines[name] = engine
-        self.loads["called"].engine = roomy
+            add_kernels(self.faults, self.engines[name])
         with self.faults.paused():
             for name, load in self.loads.items():
                 self.expected[name] = load.solo(roomy)
+                roomy.cache.clear()
+            self.next = self._next(roomy)
         roomy.close()
-        self.loads["called"].engine = self.engines["called"]
         try:
             with self.faults.installed(points(self.tokenizer, self.model)):
                 for name in self.loads:
                     self.run(name, 0, 0)
                     self.counts[name] = self.faults.total
                     self.calls += self.faults.calls
-                self.preemptions = self.engines["batched"].stats().preemptions
+                self.preemptions = sum(e.stats().preemptions for e in self.engines.values())
                 yield self
         finally:
             for engine in self.engines.values():
@@ -408,34 +438,35 @@ class Harness:
             for part in found.keys() - set(failed):
                 assert found[part] == expected[part], (part, found[part], expected[part])
             require_idle(engine)
-            after = Batched(self.faults)
-            prompt, params = after.asked["greedy"]
-            request = engine.submit(prompt, params)
-            while not request.done:
-                engine.step()
-            assert outcome(request.result()) == self.expected["batched"]["greedy"], "next request"
+            assert self._next(engine) == self.next, "the next request"
             require_idle(engine)
             engine.cache.clear()
             stats = engine.cache.stats()
             assert stats.pages_free == stats.pages_total, stats
         return raised
 
+    def _next(self, engine: Engine) -> Any:
+        request = engine.submit(BASE, GREEDY)
+        while not request.done:
+            engine.step()
+        return outcome(request.result())
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m fuzz.faults", description=__doc__)
     parser.add_argument("--sample", type=int, help="only so many points, drawn with --seed")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--load", choices=("batched", "called"), help="only this load")
+    parser.add_argument("--load", help="only this load")
     parser.add_argument("--at", type=int, help="only this k of --load")
     parser.add_argument("--rows", type=int, default=1, help="calls in a row that fail, with --at")
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("radixkv").setLevel(logging.CRITICAL + 1)  # of listeners that raised
     start = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, Harness(Path(folder)).ready() as harness:
+    with Harness().ready() as harness:
         todo = harness.all_points()
         if args.at is not None:
-            todo = [(args.load or "batched", args.at, args.rows)]
+            todo = [(args.load or "mixed", args.at, args.rows)]
         elif args.load:
             todo = [point for point in todo if point[0] == args.load]
         if args.sample is not None:

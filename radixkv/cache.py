@@ -7,6 +7,7 @@ copied first. What is committed becomes findable; what is not is freed on releas
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -29,7 +30,14 @@ from radixkv import view
 from radixkv.attention import Backend, get_backend
 from radixkv.config import KVConfig, parse_bytes, require_int, require_namespace, require_real
 from radixkv.errors import CacheInvariantError, CapacityError
-from radixkv.pool import PageIds, PagePool, PageStorage, capacity_pages, free_device_bytes
+from radixkv.pool import (
+    PageIds,
+    PagePool,
+    PageStorage,
+    capacity_pages,
+    free_device_bytes,
+    total_device_bytes,
+)
 from radixkv.quant import KVCodec, KVSpec, LayerPages
 from radixkv.radix import TOKEN_BYTES, Node, RadixTree, decode_tokens, encode_tokens
 from radixkv.reference import AttentionBatch, ScoreRule
@@ -596,9 +604,20 @@ class PrefixCache:
             self.codec.bytes_per_page,
             f"{self.page_size} tokens of {self.codec.bytes_per_token} bytes",
         )
-        self.pool = PagePool(num_pages)
-        self.tree = RadixTree(self.page_size, self.pool, self.config.eviction)
-        self.storage = PageStorage(self.codec, num_pages, self.device)
+        too_much = CapacityError(
+            f"KVConfig.capacity: expected at most the {total_device_bytes(self.device):,} bytes of "
+            f"memory of {self.device}, got {self.config.capacity!r}; "
+            f"{free_device_bytes(self.device):,} bytes are free now"
+        )
+        # Memory is taken as pages are used, so an allocation may succeed that can never be.
+        if capacity > total_device_bytes(self.device):
+            raise too_much
+        try:
+            self.pool = PagePool(num_pages)
+            self.tree = RadixTree(self.page_size, self.pool, self.config.eviction)
+            self.storage = PageStorage(self.codec, num_pages, self.device)
+        except (MemoryError, RuntimeError) as error:  # of NumPy, of torch
+            raise too_much from error
         self.lookups = self.lookup_tokens = self.hit_tokens = self.cow_copies = 0
         self._guard = _Guard(self._has_returns, self._reclaim)
         self._returned: deque[PageIds | Pin] = deque()
@@ -719,6 +738,7 @@ class PrefixCache:
 
     def clear(self, namespace: Hashable = _ALL) -> None:
         """Forget a namespace, or everything; its pins end, leases keep their pages."""
+        require_namespace(namespace)
         with self._guard:
             every = namespace is _ALL
             for pin in [p for p in self._pins if every or p.namespace == namespace]:
@@ -775,7 +795,9 @@ class PrefixCache:
                 f"q: expected {list(query_lens)} rows for {len(leases)} leases, got {q.shape[0]}; "
                 f"say how many are whose with query_lens"
             )
-        scale = self.spec.head_dim**-0.5 if softmax_scale is None else softmax_scale
+        scale = self.spec.head_dim**-0.5
+        if softmax_scale is not None:
+            scale = require_real("softmax_scale", softmax_scale, -math.inf)
         with self._guard:
             for lease, rows in zip(leases, query_lens, strict=True):
                 lease._require_open()

@@ -107,7 +107,8 @@ class Engine:
 
     Args:
         model: a transformers causal LM. It is put in eval mode and its attention is replaced
-            while the engine runs it; called otherwise it computes what it did.
+            while the engine runs it; called otherwise it computes what it did. `close` puts
+            both back, and so does a constructor that raises.
         tokenizer: its tokenizer; None allows token ids only, and texts are empty.
         kv: how pages are stored, and how many.
         device: moves the model; None leaves it where it is.
@@ -115,6 +116,7 @@ class Engine:
         backend: ``"auto"``, ``"triton"``, ``"cpu"`` or ``"torch"``.
 
     Attributes:
+        cache: the `PrefixCache`. After `close` it is empty, and may be used by itself.
         is_batch_invariant: whether results are bit for bit the same whatever else runs and
             whatever is cached; measured when the engine is made (float32 on a CPU with oneDNN).
 
@@ -148,20 +150,20 @@ class Engine:
         self.eos_token_ids = _eos_token_ids(model)
         self.vocab_size = self._runner.vocab_size
         self.max_positions = self._runner.max_positions
-        self.is_batch_invariant = self._runner.is_batch_invariant(kv, backend)
+        try:
+            self.is_batch_invariant = self._runner.is_batch_invariant(kv, backend)
+            self.cache = PrefixCache(
+                self._runner.spec, kv, device=self._runner.device, backend=backend
+            )
+        except BaseException:
+            self._runner.release()  # the model is its owner's again, as it was
+            raise
         if not self.is_batch_invariant:
             logger.info(
                 "%s: low bits of a result may depend on what else runs and what is cached "
                 "(float32 on a CPU with oneDNN has none of that)",
                 type(model).__name__,
             )
-        try:
-            self.cache = PrefixCache(
-                self._runner.spec, kv, device=self._runner.device, backend=backend
-            )
-        except BaseException:
-            self._runner.release()
-            raise
         self._scheduler = Scheduler(self.cache, self._forward, max_batch_tokens)
         self._step_lock = threading.RLock()
         self._stepping: int | None = None  # ident of the thread inside a step
@@ -284,6 +286,7 @@ class Engine:
         params: Any = None,
         *,
         namespace: Hashable = None,
+        progress: bool = False,
         **fields: Any,
     ) -> Any:
         """`generate` for asyncio; cancelling the task aborts its requests."""
@@ -293,11 +296,14 @@ class Engine:
         for request in requests:
             request.listen(lambda: _call_soon(loop, changed.set))
         self._enqueue(requests)
+        bar = loop.run_in_executor(None, _show_progress, self, requests) if progress else None
         try:
             while not all(request.done for request in requests):
                 await changed.wait()
                 changed.clear()
-        except asyncio.CancelledError:
+            if bar is not None:
+                await bar
+        except BaseException:  # cancelled, or the bar's own error
             await asyncio.shield(loop.run_in_executor(None, self._abort, requests))
             raise
         results = self._results(requests)
@@ -400,6 +406,11 @@ class Engine:
 
     def abort(self, request: Request) -> None:
         """End a request now, with ``finish_reason="abort"``, and give its pages back."""
+        if not isinstance(request, Request):
+            raise TypeError(
+                f"request: expected a Request, as submit() returns it, got "
+                f"{type(request).__name__}; a stream is ended with close()"
+            )
         self._abort([request])
 
     # -- the loop ----------------------------------------------------------------------------

@@ -123,6 +123,55 @@ def _register(native: str) -> str:
     return name
 
 
+class _Held:
+    """What a model was before the first engine on it: attention and training modes."""
+
+    def __init__(self, model: Any) -> None:
+        self.attention: str = model.config._attn_implementation
+        self.modes = [(weakref.ref(m), m.training) for m in model.modules()]
+        self.holders = 0
+
+    def restore(self, model: Any) -> None:
+        if model.config._attn_implementation != self.attention:
+            model.set_attn_implementation(self.attention)
+        for reference, training in self.modes:
+            module = reference()
+            if module is not None:
+                module.training = training
+
+
+_held: weakref.WeakKeyDictionary[Any, _Held] = weakref.WeakKeyDictionary()
+_held_lock = threading.RLock()  # reentrant: a dropped engine may be collected while one is made
+
+
+def _hold(model: Any) -> Callable[[], None]:
+    """Note what ``model`` is; the function that comes back makes it so again.
+
+    Of several engines on one model the last that ends does it.
+    """
+    with _held_lock:
+        held = _held.get(model)
+        if held is None:
+            held = _held[model] = _Held(model)
+        held.holders += 1
+    released = False
+    reference = weakref.ref(model)
+
+    def release() -> None:
+        nonlocal released
+        with _held_lock:
+            if released:
+                return
+            released = True
+            held.holders -= 1
+            owner = reference()
+            if not held.holders and owner is not None:
+                _held.pop(owner, None)
+                held.restore(owner)
+
+    return release
+
+
 @dataclass
 class _Seen:
     """What one layer's attention was called with."""
@@ -297,7 +346,7 @@ class ModelRunner:
         """Make ``model`` attend over pages, after testing that this gives its own logits.
 
         ``model`` is put in eval mode and its attention implementation is set; outside of
-        an engine's steps it computes what it did.
+        an engine's steps it computes what it did. `release` and a refusal put both back.
 
         Raises:
             UnsupportedModelError: names what of the model's attention cannot be served.
@@ -308,7 +357,7 @@ class ModelRunner:
                 f"with AutoModelForCausalLM.from_pretrained, or use Engine.from_pretrained"
             )
         _check_config(model)
-        model.eval()
+        let_go = _hold(model)
         native = model.config._attn_implementation.removeprefix("radixkv_")
         if native not in ("sdpa", "eager"):
             native = "sdpa"
@@ -319,11 +368,11 @@ class ModelRunner:
         recorder = _Recorder()
         runner = None
         with torch.inference_mode():
-            expected = model(input_ids=input_ids, use_cache=False).logits[0].float()
-            name = _register(native)
-            before = model.config._attn_implementation
-            model.set_attn_implementation(name)
             try:
+                model.eval()
+                expected = model(input_ids=input_ids, use_cache=False).logits[0].float()
+                name = _register(native)
+                model.set_attn_implementation(name)
                 if model.config._attn_implementation != name:
                     raise _refuse(
                         model, "its attention cannot be replaced", "this engine cannot serve it"
@@ -342,7 +391,12 @@ class ModelRunner:
                         dtype=dtype,
                     ),
                 )
-                _, release = steady(model)
+                _, unpack = steady(model)
+
+                def release() -> None:
+                    unpack()
+                    let_go()
+
                 # Called by `release`, or when the runner is dropped without it.
                 runner.release = weakref.finalize(runner, release)
                 runner._self_test(token_ids, expected)
@@ -350,7 +404,7 @@ class ModelRunner:
             except BaseException:
                 if runner is not None:
                     runner.release()
-                model.set_attn_implementation(before)
+                let_go()
                 raise
         return runner
 
