@@ -360,6 +360,7 @@ class Harness:
     def __init__(self) -> None:
         self.faults = Faults()
         self.model, self.tokenizer = make_model(), make_tokenizer()
+        self.places = points(self.tokenizer, self.model)
         self.engines: dict[str, Engine] = {}
         self.expected: dict[str, Outcomes] = {}
         self.counts: dict[str, int] = {}
@@ -402,7 +403,7 @@ class Harness:
             self.next = self._next(roomy)
         roomy.close()
         try:
-            with self.faults.installed(points(self.tokenizer, self.model)):
+            with self.faults.installed(self.places):
                 for name in self.loads:
                     self.run(name, 0, 0)
                     self.counts[name] = self.faults.total
