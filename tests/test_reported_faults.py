@@ -127,7 +127,7 @@ CASES: dict[str, list[str]] = {
 }
 
 
-def tests_of(file: str) -> set[str]:
+def names_in(file: str) -> set[str]:
     """Names of the tests in a file that are neither skipped nor expected to fail."""
     module = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
     names = set()
@@ -148,7 +148,7 @@ def test_each_reported_fault_has_a_test_that_runs(
     files = {name.split("::")[0] for name in whole}
     for test in CASES[case]:
         file, name = test.split("::")
-        assert name in tests_of(file), test
+        assert name in names_in(file), test
         if file in files and not request.config.option.keyword and not only_some(request):
             assert test in whole, f"{test} is not collected"
 
