@@ -85,6 +85,44 @@ prompts = st.one_of(
     st.lists(messages, min_size=1, max_size=3),
     st.lists(st.integers(-1, VOCAB_SIZE), min_size=1, max_size=5),
 )
+# Options that are in range, at its ends too: these must run.
+ids = st.integers(0, VOCAB_SIZE - 1)
+sound = st.fixed_dictionaries(
+    {"max_new_tokens": st.integers(1, 3)},
+    optional={
+        "n": st.integers(1, 3),
+        "temperature": st.floats(0, 1e308),
+        "top_p": st.floats(0, 1, exclude_min=True),
+        "top_k": st.integers(0, 2**70),
+        "min_p": st.floats(0, 1),
+        "repetition_penalty": st.floats(0, 1e308, exclude_min=True),
+        "presence_penalty": st.floats(-2, 2),
+        "frequency_penalty": st.floats(-2, 2),
+        "logit_bias": st.dictionaries(ids, st.floats(allow_nan=False, allow_infinity=False)),
+        "seed": st.integers(-(2**63), 2**64 - 1),
+        "stop": st.lists(st.text(st.characters(codec="utf-8"), min_size=1), max_size=2),
+        "stop_token_ids": st.lists(ids, max_size=3),
+        "ignore_eos": st.booleans(),
+        "logprobs": st.integers(0, VOCAB_SIZE),
+        "prompt_logprobs": st.integers(0, VOCAB_SIZE),
+        "skip_special_tokens": st.booleans(),
+        "timeout_s": st.floats(0, exclude_min=True, allow_infinity=False),
+    },
+)
+sound_prompts = st.one_of(
+    st.lists(ids, min_size=1, max_size=9),
+    st.text(st.characters(codec="utf-8"), min_size=1, max_size=9),
+    st.lists(
+        st.fixed_dictionaries(
+            {
+                "role": st.sampled_from(["user", "assistant"]),
+                "content": st.text(st.characters(codec="utf-8"), max_size=4),
+            }
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+)
 
 
 def fields_of(kind: type) -> st.SearchStrategy[dict[str, Any]]:
@@ -122,8 +160,10 @@ def encode(tokenizer: Any, prompt: Any) -> None:
 
 
 def run(engine: Engine, fields: dict[str, Any], prompt: Any, kind: type) -> bool:
-    """A request with such options ends, and leaves nothing; whether one was made of them."""
-    made = make(kind, fields | {"max_new_tokens": 2})
+    """A request with such options ends, and leaves nothing; whether it gave a result."""
+    made = make(kind, {"max_new_tokens": 2} | fields)
+    if made is not None and made.max_new_tokens > 3:
+        made = dataclasses.replace(made, max_new_tokens=3)
     if made is None or getattr(made, "n", 1) > 8 or getattr(made, "width", 1) > 8:
         return False
     if getattr(made, "logits_processors", ()):
@@ -139,7 +179,7 @@ def run(engine: Engine, fields: dict[str, Any], prompt: Any, kind: type) -> bool
     assert request.done
     assert request.error is None or isinstance(request.error, DOCUMENTED), request.error
     assert not engine.cache._leases
-    return True
+    return request.error is None
 
 
 def main() -> int:
@@ -168,6 +208,11 @@ def main() -> int:
             nonlocal ran
             ran += run(engine, fields, prompt, SamplingParams)
 
+        def must_run(fields: dict[str, Any], prompt: Any) -> None:
+            nonlocal ran
+            assert run(engine, fields, prompt, SamplingParams)
+            ran += 1
+
         def check(kind: type) -> Callable[[dict[str, Any]], None]:
             def one(fields: dict[str, Any]) -> None:
                 make(kind, fields)
@@ -178,13 +223,14 @@ def main() -> int:
             *(check(kind) for kind in (SamplingParams, BeamParams, KVConfig)),
             often(given(prompts)(lambda prompt: encode(tokenizer, prompt))),
             often(given(fields_of(SamplingParams), prompts)(count)),
+            often(given(sound, sound_prompts)(must_run)),
         ]
         while time.monotonic() < end:
             for one in properties:
                 seed(number)(one)()
                 examples += often.max_examples
             number += 1
-    print(f"seeds {first} to {number - 1}: {examples} examples, {ran} of them ran as requests")
+    print(f"seeds {first} to {number - 1}: {examples} examples, {ran} of them gave a result")
     return 0
 
 

@@ -60,11 +60,16 @@ def test_any_prompt_is_token_ids_or_refused(tokenizer: Any, prompt: Any) -> None
     inputs.encode(tokenizer, prompt)
 
 
-@settings(often, max_examples=80)
+@settings(often, max_examples=60)
 @given(fields=inputs.fields_of(SamplingParams), prompt=inputs.prompts)
 def test_any_request_ends(engine: Engine, fields: dict[str, Any], prompt: Any) -> None:
     inputs.run(engine, fields, prompt, SamplingParams)
-    assert inputs.run(engine, {}, [5, 6], SamplingParams)
+
+
+@settings(often, max_examples=60)
+@given(fields=inputs.sound, prompt=inputs.sound_prompts)
+def test_options_in_range_run(engine: Engine, fields: dict[str, Any], prompt: Any) -> None:
+    assert inputs.run(engine, fields, prompt, SamplingParams)
 
 
 @settings(often, max_examples=30)
