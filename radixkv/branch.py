@@ -72,16 +72,22 @@ class Branch:
         chosen = engine.sampling_params(params, fields)
         handed: list[Lease | None] = []
         engine.check_request(self.token_ids, chosen)
-        request = SampleRequest(
-            list(self.token_ids),
-            chosen,
-            self.namespace,
-            engine.tokenizer,
-            engine.eos_token_ids,
-            guide=engine.make_guide(chosen),  # before pages are taken: it may raise
-            lease=self._take_fork(),
-            on_lease=handed.append if keep else None,
-        )
+        guide = engine.make_guide(chosen)
+        lease = self._take_fork()
+        try:
+            request = SampleRequest(
+                list(self.token_ids),
+                chosen,
+                self.namespace,
+                engine.tokenizer,
+                engine.eos_token_ids,
+                guide=guide,
+                lease=lease,
+                on_lease=handed.append if keep else None,
+            )
+        except BaseException:
+            _release([lease])
+            raise
         try:
             result: Result = engine.run_all([request])[0]
         except BaseException:
@@ -110,16 +116,22 @@ class Branch:
 
         require_int("n", n, 1)
         self._sync()
-        return [
-            Branch(
-                self._engine,
-                list(self.token_ids),
-                self.namespace,
-                lease=None if self._lease is None else self._lease.fork(),
-                cached_tokens=self.cached_tokens,
-            )
-            for _ in range(n)
-        ]
+        twins: list[Branch] = []
+        try:
+            for _ in range(n):
+                twin = Branch(
+                    self._engine,
+                    list(self.token_ids),
+                    self.namespace,
+                    lease=self._take_fork(),
+                    cached_tokens=self.cached_tokens,
+                )
+                twins.append(twin)
+        except BaseException:
+            for twin in twins:
+                twin.close()
+            raise
+        return twins
 
     def truncate(self, num_tokens: int) -> None:
         """Keep the first ``num_tokens`` tokens."""

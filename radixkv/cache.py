@@ -7,6 +7,7 @@ copied first. What is committed becomes findable; what is not is freed on releas
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -30,7 +31,14 @@ from radixkv.attention import Backend, get_backend
 from radixkv.config import KVConfig, parse_bytes, require_int, require_namespace, require_real
 from radixkv.errors import CacheInvariantError, CapacityError
 from radixkv.groups import SharedRun, shared_runs
-from radixkv.pool import PageIds, PagePool, PageStorage, capacity_pages, free_device_bytes
+from radixkv.pool import (
+    PageIds,
+    PagePool,
+    PageStorage,
+    capacity_pages,
+    free_device_bytes,
+    total_device_bytes,
+)
 from radixkv.quant import KVCodec, KVSpec, LayerPages
 from radixkv.radix import TOKEN_BYTES, Node, RadixTree, decode_tokens, encode_tokens
 from radixkv.reference import AttentionBatch, ScoreRule
@@ -293,10 +301,15 @@ class Lease:
             tail >= 0 and in_part < cache.page_size and cache.pool.count(self._pages[tail]) > 1
         )
         pages = cache._allocate(more + copies, "extend")
-        if copies:
-            self._replace(tail, int(pages[-1]), in_part)
-        if more:
-            self._append(pages[:more])
+        try:
+            if copies:
+                self._replace(tail, int(pages[-1]), in_part)
+                pages = pages[:more]
+            if more:
+                self._append(pages)
+        except BaseException:
+            cache.pool.drop(pages)  # those that are not the lease's yet
+            raise
 
     def fork(self) -> Lease:
         """A second lease on the same pages; nothing is copied until one of them writes."""
@@ -304,15 +317,10 @@ class Lease:
         cache = self._cache
         with cache._guard:
             pages = self._pages[: self._num_pages].copy()
+            tokens, written = self._tokens[:], list(self._written)
             cache.pool.hold(pages)
             other = Lease(
-                cache,
-                self._tokens[:],
-                pages,
-                self._num_cached,
-                self._namespace,
-                list(self._written),
-                self._start,
+                cache, tokens, pages, self._num_cached, self._namespace, written, self._start
             )
             other._chunk_start = self._chunk_start
             return other
@@ -462,8 +470,12 @@ class Lease:
         if not shared.size:
             return
         fresh = cache._allocate(shared.size, "write")
-        for i, page_id in zip((shared + first).tolist(), fresh.tolist(), strict=True):
-            self._replace(i, page_id, min(page_size, self.num_tokens - i * page_size))
+        for n, i in enumerate((shared + first).tolist()):
+            try:
+                self._replace(i, int(fresh[n]), min(page_size, self.num_tokens - i * page_size))
+            except BaseException:
+                cache.pool.drop(fresh[n:])
+                raise
 
 
 class Pin:
@@ -601,9 +613,20 @@ class PrefixCache:
             self.codec.bytes_per_page,
             f"{self.page_size} tokens of {self.codec.bytes_per_token} bytes",
         )
-        self.pool = PagePool(num_pages)
-        self.tree = RadixTree(self.page_size, self.pool, self.config.eviction)
-        self.storage = PageStorage(self.codec, num_pages, self.device)
+        too_much = CapacityError(
+            f"KVConfig.capacity: expected at most the {total_device_bytes(self.device):,} bytes of "
+            f"memory of {self.device}, got {self.config.capacity!r}; "
+            f"{free_device_bytes(self.device):,} bytes are free now"
+        )
+        # Memory is taken as pages are used, so an allocation may succeed that can never be.
+        if capacity > total_device_bytes(self.device):
+            raise too_much
+        try:
+            self.pool = PagePool(num_pages)
+            self.tree = RadixTree(self.page_size, self.pool, self.config.eviction)
+            self.storage = PageStorage(self.codec, num_pages, self.device)
+        except (MemoryError, RuntimeError) as error:  # of NumPy, of torch
+            raise too_much from error
         self.storage.copier = self.backend.copy_pages
         self.lookups = self.lookup_tokens = self.hit_tokens = self.cow_copies = 0
         self._guard = _Guard(self._has_returns, self._reclaim)
@@ -641,26 +664,28 @@ class PrefixCache:
             found = tree.match(tokens if full else tokens[:-TOKEN_BYTES], namespace)
             held = found.page_ids
             need = -(-num_tokens // page_size) - held.size
+            fresh = held[:0]
             if held.size:
                 pool.hold(held)
                 if found.child is None:
                     tree.settle(found.node)
             try:
                 self._require_room(need, "acquire")
-            except CapacityError:
+                start = tree.touch(found)  # before eviction, which may join or remove its nodes
+                if need > pool.num_free:
+                    tree.evict(need - pool.num_free)
+                fresh = pool.allocate(need)
+                source = found.partial_page
+                # Eviction may have taken the page that is copied, even for this lease: what it
+                # holds is there until somebody writes, and nobody did.
+                if source and source != fresh[0]:
+                    self.storage.copy_page(source, int(fresh[0]), found.num_tokens % page_size)
+                    self.cow_copies += 1
+                pages = np.concatenate((held, fresh))
+            except BaseException:
                 pool.drop(held)
+                pool.drop(fresh)
                 raise
-            start = tree.touch(found)  # before eviction, which may join or remove its nodes
-            if need > pool.num_free:
-                tree.evict(need - pool.num_free)
-            fresh = pool.allocate(need)
-            source = found.partial_page
-            # Eviction may have taken the page that is copied, even for this lease: what it
-            # holds is there until somebody writes, and nobody did.
-            if source and source != fresh[0]:
-                self.storage.copy_page(source, int(fresh[0]), found.num_tokens % page_size)
-                self.cow_copies += 1
-            pages = np.concatenate((held, fresh))
             self.lookups += 1
             self.lookup_tokens += num_tokens
             self.hit_tokens += found.num_tokens
@@ -724,6 +749,7 @@ class PrefixCache:
 
     def clear(self, namespace: Hashable = _ALL) -> None:
         """Forget a namespace, or everything; its pins end, leases keep their pages."""
+        require_namespace(namespace)
         with self._guard:
             every = namespace is _ALL
             for pin in [p for p in self._pins if every or p.namespace == namespace]:
@@ -780,7 +806,9 @@ class PrefixCache:
                 f"q: expected {list(query_lens)} rows for {len(leases)} leases, got {q.shape[0]}; "
                 f"say how many are whose with query_lens"
             )
-        scale = self.spec.head_dim**-0.5 if softmax_scale is None else softmax_scale
+        scale = self.spec.head_dim**-0.5
+        if softmax_scale is not None:
+            scale = require_real("softmax_scale", softmax_scale, -math.inf)
         with self._guard:
             for lease, rows in zip(leases, query_lens, strict=True):
                 lease._require_open()

@@ -7,8 +7,9 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 KV_DTYPES = ("int8", "fp8", "fp8_e5m2", "int4", "model")
 ROTATIONS = ("auto", "hadamard", "none")
@@ -37,7 +38,7 @@ def parse_bytes(value: int | str, *, name: str = "capacity") -> int:
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", value.lower())
         if found is None:
             raise ValueError(f"{name}: expected {form}, got {value!r}")
-        num_bytes = int(float(found[1]) * _UNITS[found[2] or ""])
+        num_bytes = int(Fraction(found[1]) * _UNITS[found[2] or ""])
     else:
         num_bytes = int(value)
     if num_bytes < 1:
@@ -47,7 +48,7 @@ def parse_bytes(value: int | str, *, name: str = "capacity") -> int:
 
 def require_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raise ValueError, listing the valid names, unless ``value`` is one of ``choices``."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
@@ -70,10 +71,32 @@ def require_real(
     limits = f"a finite number {edge}" + ("" if high == math.inf else f" and <= {high}")
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected {limits}, got {value!r} of type {type(value).__name__}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number) or number > high or number < low or (above and number == low):
         raise ValueError(f"{name}: expected {limits}, got {value!r}")
     return number
+
+
+def require_bool(name: str, value: object) -> None:
+    """Raise TypeError unless ``value`` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(
+            f"{name}: expected True or False, got {value!r} of type {type(value).__name__}"
+        )
+
+
+def require_unicode(name: str, text: str) -> None:
+    """Raise ValueError if ``text`` holds a lone surrogate, which no encoding has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name}: expected text, got the lone surrogate {text[error.start]!r} at position "
+            f"{error.start}; decode the text with errors='replace'"
+        ) from error
 
 
 def require_namespace(namespace: object) -> None:
@@ -85,6 +108,11 @@ def require_namespace(namespace: object) -> None:
             f"namespace: expected something hashable (a str, int or tuple of these), got "
             f"{namespace!r} of type {type(namespace).__name__}"
         ) from error
+
+
+def _store(params: object, name: str, value: object) -> None:
+    """Put what was checked into a field of a frozen dataclass."""
+    object.__setattr__(params, name, value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +146,7 @@ class KVConfig:
 
     def __post_init__(self) -> None:
         require_choice("KVConfig.dtype", self.dtype, KV_DTYPES)
-        require_int("KVConfig.page_size", self.page_size, 1, 256)
+        _store(self, "page_size", require_int("KVConfig.page_size", self.page_size, 1, 256))
         if self.page_size & (self.page_size - 1):
             raise ValueError(
                 f"KVConfig.page_size: expected a power of two from 1 to 256, got {self.page_size}"
@@ -129,14 +157,15 @@ class KVConfig:
         if self.v_dtype is not None:
             require_choice("KVConfig.v_dtype", self.v_dtype, KV_DTYPES)
         require_choice("KVConfig.eviction", self.eviction, EVICTIONS)
-        require_real("KVConfig.pin_share", self.pin_share, 0.0, 1.0, above=True)
+        share = require_real("KVConfig.pin_share", self.pin_share, 0.0, 1.0, above=True)
+        _store(self, "pin_share", share)
         require_choice("KVConfig.shared_prefix", self.shared_prefix, SHARED_PREFIX)
 
 
 def _require_ids(name: str, value: object) -> tuple[int, ...]:
     if isinstance(value, Integral):
         value = (value,)
-    if isinstance(value, str) or not isinstance(value, Sequence):
+    if isinstance(value, (str, bytes, bytearray)) or not isinstance(value, Sequence):
         raise TypeError(f"{name}: expected a sequence of token ids, got {value!r}")
     return tuple(require_int(name, token_id, 0) for token_id in value)
 
@@ -161,20 +190,30 @@ def _require_json_schema(name: str, value: Any) -> dict[str, Any]:
             text = json.dumps(dict(value) if isinstance(value, Mapping) else value, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: expected {expected}, got {value!r}; {error}") from error
+        except RecursionError as error:
+            raise ValueError(f"{name}: expected {expected}, got one nested too deeply") from error
     else:
         raise TypeError(f"{name}: expected {expected}, got {value!r} of {type(value).__name__}")
     try:
         schema = json.loads(text, parse_int=_exact_int)
     except ValueError as error:
         raise ValueError(f"{name}: expected {expected}, got {value!r}; {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{name}: expected {expected}, got one nested too deeply") from error
     if schema is True:
         return {}
     if not isinstance(schema, dict):
         raise ValueError(f"{name}: expected {expected}, got {value!r}")
+    require_unicode(name, json.dumps(schema, ensure_ascii=False))
     return schema
 
 
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
+
+
 _CONSTRAINTS = ("json_schema", "regex", "grammar")
+_MOST_SEQUENCES = 1 << 16  # of one request; a page's owners are counted in 20 bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +264,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | None = None
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     seed: int | None = None
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
@@ -234,64 +273,80 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     timeout_s: float | None = None
-    logits_processors: Sequence[Callable[..., Any]] = ()
-    json_schema: Any = None
+    logits_processors: Sequence[Callable[..., Any]] = field(default=(), hash=False)
+    json_schema: Any = field(default=None, hash=False)
     regex: str | None = None
     grammar: str | None = None
 
     def __post_init__(self) -> None:
         me = "SamplingParams"
-        require_int(f"{me}.n", self.n, 1)
-        require_int(f"{me}.max_new_tokens", self.max_new_tokens, 1)
-        require_real(f"{me}.temperature", self.temperature, 0.0)
-        require_real(f"{me}.top_p", self.top_p, 0.0, 1.0, above=True)
-        require_int(f"{me}.top_k", self.top_k, 0)
-        require_real(f"{me}.min_p", self.min_p, 0.0, 1.0)
-        require_real(f"{me}.repetition_penalty", self.repetition_penalty, 0.0, above=True)
-        require_real(f"{me}.presence_penalty", self.presence_penalty, -2.0, 2.0)
-        require_real(f"{me}.frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+
+        def store_int(name: str, low: int, high: int | None = None) -> None:
+            _store(self, name, require_int(f"{me}.{name}", getattr(self, name), low, high))
+
+        def store_real(name: str, low: float, high: float = math.inf, above: bool = False) -> None:
+            value = require_real(f"{me}.{name}", getattr(self, name), low, high, above=above)
+            _store(self, name, value)
+
+        store_int("n", 1, _MOST_SEQUENCES)
+        store_int("max_new_tokens", 1)
+        store_real("temperature", 0.0)
+        store_real("top_p", 0.0, 1.0, above=True)
+        store_int("top_k", 0)
+        store_real("min_p", 0.0, 1.0)
+        store_real("repetition_penalty", 0.0, above=True)
+        store_real("presence_penalty", -2.0, 2.0)
+        store_real("frequency_penalty", -2.0, 2.0)
+        require_bool(f"{me}.ignore_eos", self.ignore_eos)
+        require_bool(f"{me}.skip_special_tokens", self.skip_special_tokens)
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise TypeError(
                     f"{me}.logit_bias: expected a mapping of token id to bias, "
                     f"got {type(self.logit_bias).__name__}"
                 )
+            biases = {}
             for token_id, bias in self.logit_bias.items():
-                require_int(f"{me}.logit_bias", token_id, 0)
-                require_real(f"{me}.logit_bias[{token_id}]", bias, -math.inf)
-            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+                own_id = require_int(f"{me}.logit_bias", token_id, 0)
+                biases[own_id] = require_real(f"{me}.logit_bias[{token_id}]", bias, -math.inf)
+            _store(self, "logit_bias", biases)
         if self.seed is not None:
-            require_int(f"{me}.seed", self.seed, -(2**63), 2**64 - 1)
+            store_int("seed", -(2**63), 2**64 - 1)
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop
-        if not isinstance(stops, Sequence) or any(not isinstance(s, str) for s in stops):
+        if not _is_list(stops) or any(not isinstance(s, str) for s in stops):
             raise TypeError(f"{me}.stop: expected a string or strings, got {self.stop!r}")
         if any(not s for s in stops):
             raise ValueError(f"{me}.stop: expected strings that are not empty, got {self.stop!r}")
-        object.__setattr__(self, "stop", tuple(stops))
+        for text in stops:
+            require_unicode(f"{me}.stop", text)
+        _store(self, "stop", tuple(stops))
         ids = _require_ids(f"{me}.stop_token_ids", self.stop_token_ids)
-        object.__setattr__(self, "stop_token_ids", ids)
+        _store(self, "stop_token_ids", ids)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                require_int(f"{me}.{name}", getattr(self, name), 0)
+                store_int(name, 0)
         if self.timeout_s is not None:
-            require_real(f"{me}.timeout_s", self.timeout_s, 0.0, above=True)
-        if not isinstance(self.logits_processors, Sequence) or any(
+            store_real("timeout_s", 0.0, above=True)
+        if not _is_list(self.logits_processors) or any(
             not callable(p) for p in self.logits_processors
         ):
             raise TypeError(
                 f"{me}.logits_processors: expected a sequence of callables, "
                 f"got {self.logits_processors!r}"
             )
-        object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
+        _store(self, "logits_processors", tuple(self.logits_processors))
         if self.json_schema is not None:
             schema = _require_json_schema(f"{me}.json_schema", self.json_schema)
-            object.__setattr__(self, "json_schema", schema)
+            _store(self, "json_schema", schema)
         for name in ("regex", "grammar"):
             text = getattr(self, name)
-            if text is not None and not isinstance(text, str):
+            if text is None:
+                continue
+            if not isinstance(text, str):
                 raise TypeError(
                     f"{me}.{name}: expected a str, got {text!r} of type {type(text).__name__}"
                 )
+            require_unicode(f"{me}.{name}", text)
         given = [name for name in _CONSTRAINTS if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(
@@ -338,16 +393,22 @@ class BeamParams:
 
     def __post_init__(self) -> None:
         me = "BeamParams"
-        require_int(f"{me}.width", self.width, 1)
-        require_int(f"{me}.max_new_tokens", self.max_new_tokens, 1)
-        require_real(f"{me}.length_penalty", self.length_penalty, -math.inf)
-        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+        _store(self, "width", require_int(f"{me}.width", self.width, 1, _MOST_SEQUENCES))
+        longest = require_int(f"{me}.max_new_tokens", self.max_new_tokens, 1)
+        _store(self, "max_new_tokens", longest)
+        penalty = require_real(f"{me}.length_penalty", self.length_penalty, -math.inf)
+        _store(self, "length_penalty", penalty)
+        require_bool(f"{me}.ignore_eos", self.ignore_eos)
+        require_bool(f"{me}.skip_special_tokens", self.skip_special_tokens)
+        early = self.early_stopping
+        if not isinstance(early, bool) and not (isinstance(early, str) and early == "never"):
             raise ValueError(
                 f'{me}.early_stopping: expected True, False or "never", got {self.early_stopping!r}'
             )
         if self.num_return is not None:
-            require_int(f"{me}.num_return", self.num_return, 1, self.width)
-        ids = _require_ids(f"{me}.stop_token_ids", self.stop_token_ids)
-        object.__setattr__(self, "stop_token_ids", ids)
+            number = require_int(f"{me}.num_return", self.num_return, 1, self.width)
+            _store(self, "num_return", number)
+        _store(self, "stop_token_ids", _require_ids(f"{me}.stop_token_ids", self.stop_token_ids))
         if self.timeout_s is not None:
-            require_real(f"{me}.timeout_s", self.timeout_s, 0.0, above=True)
+            seconds = require_real(f"{me}.timeout_s", self.timeout_s, 0.0, above=True)
+            _store(self, "timeout_s", seconds)

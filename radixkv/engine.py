@@ -113,7 +113,8 @@ class Engine:
 
     Args:
         model: a transformers causal LM. It is put in eval mode and its attention is replaced
-            while the engine runs it; called otherwise it computes what it did.
+            while the engine runs it; called otherwise it computes what it did. `close` puts
+            both back, and so does a constructor that raises.
         tokenizer: its tokenizer; None allows token ids only, and texts are empty.
         kv: how pages are stored, and how many.
         device: moves the model; None leaves it where it is.
@@ -121,8 +122,10 @@ class Engine:
         backend: ``"auto"``, ``"triton"``, ``"cpu"`` or ``"torch"``.
 
     Attributes:
+        cache: the `PrefixCache`. After `close` it is empty, and may be used by itself.
         is_batch_invariant: whether results are bit for bit the same whatever else runs and
-            whatever is cached; measured when the engine is made (float32 on a CPU with oneDNN);
+            whatever is cached; measured when the engine is made (float32 on a CPU with the
+            compiled kernels);
             False once layers of the model were replaced by others.
 
     Raises:
@@ -155,20 +158,20 @@ class Engine:
         self.eos_token_ids = _eos_token_ids(model)
         self.vocab_size = self._runner.vocab_size
         self.max_positions = self._runner.max_positions
-        self.is_batch_invariant = self._runner.is_batch_invariant(kv, backend)
-        if not self.is_batch_invariant:
-            logger.info(
-                "%s: low bits of a result may depend on what else runs and what is cached "
-                "(float32 on a CPU with oneDNN has none of that)",
-                type(model).__name__,
-            )
         try:
+            self.is_batch_invariant = self._runner.is_batch_invariant(kv, backend)
             self.cache = PrefixCache(
                 self._runner.spec, kv, device=self._runner.device, backend=backend
             )
         except BaseException:
-            self._runner.release()
+            self._runner.release()  # the model is its owner's again, as it was
             raise
+        if not self.is_batch_invariant:
+            logger.info(
+                "%s: low bits of a result may depend on what else runs and what is cached "
+                "(float32 on a CPU with the compiled kernels has none of that)",
+                type(model).__name__,
+            )
         self._watch = WeightWatch(model)
         self._fingerprint: dict[str, str] | None = None
         reference = weakref.ref(self)
@@ -309,6 +312,7 @@ class Engine:
         params: Any = None,
         *,
         namespace: Hashable = None,
+        progress: bool = False,
         **fields: Any,
     ) -> Any:
         """`generate` for asyncio; cancelling the task aborts its requests."""
@@ -318,11 +322,14 @@ class Engine:
         for request in requests:
             request.listen(lambda: _call_soon(loop, changed.set))
         self._enqueue(requests)
+        bar = loop.run_in_executor(None, _show_progress, self, requests) if progress else None
         try:
             while not all(request.done for request in requests):
                 await changed.wait()
                 changed.clear()
-        except asyncio.CancelledError:
+            if bar is not None:
+                await bar
+        except BaseException:  # cancelled, or the bar's own error
             await asyncio.shield(loop.run_in_executor(None, self._abort, requests))
             raise
         results = self._results(requests)
@@ -425,6 +432,11 @@ class Engine:
 
     def abort(self, request: Request) -> None:
         """End a request now, with ``finish_reason="abort"``, and give its pages back."""
+        if not isinstance(request, Request):
+            raise TypeError(
+                f"request: expected a Request, as submit() returns it, got "
+                f"{type(request).__name__}; a stream is ended with close()"
+            )
         self._abort([request])
 
     # -- the loop ----------------------------------------------------------------------------
@@ -509,7 +521,8 @@ class Engine:
         with self._step_lock:
             self._drop_stale()
             if self._fingerprint is None:
-                self._fingerprint = fingerprint(self.model, self.tokenizer)
+                stored = self._runner.stored_with(self.cache.codec)
+                self._fingerprint = fingerprint(self.model, self.tokenizer, extra=stored)
             return dict(self._fingerprint)
 
     def _settle(self, progressed: dict[Request, None]) -> None:
@@ -517,14 +530,20 @@ class Engine:
         while self._inbox:
             request = self._inbox.popleft()
             self._live[request] = None
-            if not request.aborted:
-                request.start(self._scheduler)
+            if not request.aborted and not request.done:
+                try:
+                    request.start(self._scheduler)
+                except Exception as error:
+                    request.fail(error)
         now = time.perf_counter()
         for request in list(self._live):
             late = request.deadline is not None and now > request.deadline
             if (request.aborted or late) and not request.done:
                 request.aborted = True
-                request.abort()
+                try:
+                    request.abort()
+                except Exception as error:
+                    request.fail(error)
                 progressed[request] = None
             if request.done:
                 del self._live[request]
@@ -532,9 +551,7 @@ class Engine:
                 request.pause_or_go_on()
 
     def _deliver(self, outputs: list[Output], progressed: dict[Request, None]) -> None:
-        rows: list[SamplerRow] = []
-        places: list[int] = []  # of the rows in the batch's logits
-        drawn: list[tuple[Output, int]] = []
+        drawn: list[tuple[Output, list[SamplerRow]]] = []
         for output in outputs:
             request: Request = output.sequence.owner
             if request.done:
@@ -550,33 +567,37 @@ class Engine:
                 request.fail(error)
                 continue
             if wanted:
-                rows += wanted
-                places += [output.row + output.stop - 1 - output.logits_from] * len(wanted)
-                drawn.append((output, len(wanted)))
+                drawn.append((output, wanted))
         self._totals["steps"] += 1
         self._batches.append((sum(o.stop - o.start for o in outputs), len(outputs)))
-        if not rows:
+        # A users' callable is called once for a token, whatever becomes of its neighbours.
+        alone = [one for one in drawn if one[1][0].params.logits_processors]
+        self._sample([one for one in drawn if not one[1][0].params.logits_processors])
+        for one in alone:
+            self._sample([one])
+
+    def _sample(self, drawn: list[tuple[Output, list[SamplerRow]]]) -> None:
+        """Draw for all at once; if that fails one by one, so that only the one at fault fails."""
+        drawn = [one for one in drawn if not one[0].sequence.owner.done]
+        if not drawn:
             return
-        logits = _gather(drawn, places)
         try:
-            sampled = sample(logits, rows)
-        except Exception:
-            sampled = None  # some request's fault; found below, one by one
-        start = 0
-        for output, num_rows in drawn:
+            sampled = iter(sample(_gather(drawn), [row for _, rows in drawn for row in rows]))
+        except Exception as error:
+            if len(drawn) == 1:
+                drawn[0][0].sequence.owner.fail(error)
+            else:
+                for one in drawn:
+                    self._sample([one])
+            return
+        for output, rows in drawn:
             request = output.sequence.owner
-            stop = start + num_rows
+            mine = [next(sampled) for _ in rows]
             if not request.done:
                 try:
-                    mine = (
-                        sample(logits[start:stop], rows[start:stop])
-                        if sampled is None
-                        else sampled[start:stop]
-                    )
                     request.on_sampled(output.sequence, mine)
                 except Exception as error:
                     request.fail(error)
-            start = stop
 
     def _forward(self, runs: list[Run]) -> Tensor:
         batch = build_batch(runs, self._runner.device)
@@ -605,16 +626,25 @@ class Engine:
                     name="radixkv-engine",
                     daemon=True,
                 )
-                self._thread.start()
+                try:
+                    self._thread.start()
+                except BaseException:  # the system has no thread left
+                    self._thread = None
+                    raise
 
     def run_all(self, requests: list[Any], *, progress: bool = False) -> list[Any]:
         """Run requests to their end; if one fails, the others are aborted and its error raised."""
-        if self._stepping == threading.get_ident():
-            raise RadixKVError(
-                "Engine: called from inside one of its own steps (a logits processor or callback), "
-                "which would wait for itself; use submit() there"
-            )
-        self._enqueue(requests)
+        try:
+            if self._stepping == threading.get_ident():
+                raise RadixKVError(
+                    "Engine: called from inside one of its own steps (a logits processor or "
+                    "callback), which would wait for itself; use submit() there"
+                )
+            self._enqueue(requests)
+        except BaseException as error:
+            for request in requests:  # they may have brought leases
+                request.fail(error)
+            raise
         try:
             if progress:
                 _show_progress(self, requests)
@@ -1019,12 +1049,15 @@ def _identify(engine_ref: weakref.ref[Engine]) -> dict[str, str]:
     return engine.fingerprint()
 
 
-def _gather(drawn: list[tuple[Output, int]], places: list[int]) -> Tensor:
-    """The logits of one row a place, without a copy where they stand so already."""
+def _gather(drawn: list[tuple[Output, list[SamplerRow]]]) -> Tensor:
+    """The logits to draw each row from, without a copy where they stand so already."""
     batch_logits = drawn[0][0].batch_logits
     assert batch_logits is not None
     if any(output.batch_logits is not batch_logits for output, _ in drawn):  # run one by one
-        return torch.cat([output.logits[-1:].expand(count, -1) for output, count in drawn])
+        return torch.cat([output.logits[-1:].expand(len(rows), -1) for output, rows in drawn])
+    places: list[int] = []
+    for output, rows in drawn:
+        places += [output.row + output.stop - 1 - output.logits_from] * len(rows)
     if places == list(range(batch_logits.shape[0])):
         return batch_logits
     return batch_logits[torch.tensor(places, device=batch_logits.device)]

@@ -128,6 +128,55 @@ def _register(native: str) -> str:
     return name
 
 
+class _Held:
+    """What a model was before the first engine on it: attention and training modes."""
+
+    def __init__(self, model: Any) -> None:
+        self.attention: str = model.config._attn_implementation
+        self.modes = [(weakref.ref(m), m.training) for m in model.modules()]
+        self.holders = 0
+
+    def restore(self, model: Any) -> None:
+        if model.config._attn_implementation != self.attention:
+            model.set_attn_implementation(self.attention)
+        for reference, training in self.modes:
+            module = reference()
+            if module is not None:
+                module.training = training
+
+
+_held: weakref.WeakKeyDictionary[Any, _Held] = weakref.WeakKeyDictionary()
+_held_lock = threading.RLock()  # reentrant: a dropped engine may be collected while one is made
+
+
+def _hold(model: Any) -> Callable[[], None]:
+    """Note what ``model`` is; the function that comes back makes it so again.
+
+    Of several engines on one model the last that ends does it.
+    """
+    with _held_lock:
+        held = _held.get(model)
+        if held is None:
+            held = _held[model] = _Held(model)
+        held.holders += 1
+    released = False
+    reference = weakref.ref(model)
+
+    def release() -> None:
+        nonlocal released
+        with _held_lock:
+            if released:
+                return
+            released = True
+            held.holders -= 1
+            owner = reference()
+            if not held.holders and owner is not None:
+                _held.pop(owner, None)
+                held.restore(owner)
+
+    return release
+
+
 @dataclass
 class _Seen:
     """What one layer's attention was called with."""
@@ -299,7 +348,7 @@ class ModelRunner:
         """Make ``model`` attend over pages, after testing that this gives its own logits.
 
         ``model`` is put in eval mode and its attention implementation is set; outside of
-        an engine's steps it computes what it did.
+        an engine's steps it computes what it did. `release` and a refusal put both back.
 
         Raises:
             UnsupportedModelError: names what of the model's attention cannot be served.
@@ -310,7 +359,7 @@ class ModelRunner:
                 f"with AutoModelForCausalLM.from_pretrained, or use Engine.from_pretrained"
             )
         _check_config(model)
-        model.eval()
+        let_go = _hold(model)
         native = model.config._attn_implementation.removeprefix("radixkv_")
         if native not in ("sdpa", "eager"):
             native = "sdpa"
@@ -321,11 +370,11 @@ class ModelRunner:
         recorder = _Recorder()
         runner = None
         with torch.inference_mode():
-            expected = model(input_ids=input_ids, use_cache=False).logits[0].float()
-            name = _register(native)
-            before = model.config._attn_implementation
-            model.set_attn_implementation(name)
             try:
+                model.eval()
+                expected = model(input_ids=input_ids, use_cache=False).logits[0].float()
+                name = _register(native)
+                model.set_attn_implementation(name)
                 if model.config._attn_implementation != name:
                     raise _refuse(
                         model, "its attention cannot be replaced", "this engine cannot serve it"
@@ -344,14 +393,19 @@ class ModelRunner:
                         dtype=dtype,
                     ),
                 )
-                _, release = steady(model)
+                _, unpack = steady(model)
+
+                def release() -> None:
+                    unpack()
+                    let_go()
+
                 # Called by `release`, or when the runner is dropped without it.
                 runner.release = weakref.finalize(runner, release)
                 runner._self_test(token_ids, expected)
             except BaseException:
                 if runner is not None:
                     runner.release()
-                model.set_attn_implementation(before)
+                let_go()
                 raise
         return runner
 
@@ -480,6 +534,12 @@ class ModelRunner:
     def forget(self) -> None:
         """Ask the model's attention anew what it wants: its weights were changed."""
         self._rules.clear()
+        for name in ("_k_sample", "k_center"):
+            self.__dict__.pop(name, None)
+
+    def stored_with(self, codec: KVCodec) -> bytes:
+        """What of this runner's own measures pages of ``codec`` depend on."""
+        return self.k_center.cpu().numpy().tobytes() if codec.centers_k else b""
 
     def forward(self, batch: Batch, cache: PrefixCache) -> Tensor:
         """Run ``batch``: write its tokens' KV into ``cache`` and return the wanted logits.
@@ -535,8 +595,11 @@ class ModelRunner:
             logits = logits[batch.logit_rows]
         logits = logits.float()
         backend.settle(codec)  # waits for the GPU, as what follows does
-        if logits.shape[0] and bool(torch.isnan(logits).any()):
+        # A row's largest is NaN or +inf if any is; -inf only if all are (some may be barred).
+        if logits.shape[0] and not bool(logits.amax(dim=-1).isfinite().all()):
             raise NonFiniteError(
-                "logits: expected numbers, got NaN; check the model's weights and dtype"
+                "logits: expected finite numbers or -inf, got NaN, +inf or nothing but -inf; "
+                "check the model's weights and dtype (float16 overflows above 65504: try "
+                "bfloat16 or float32)"
             )
         return logits

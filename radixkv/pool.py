@@ -208,6 +208,15 @@ def free_device_bytes(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def total_device_bytes(device: torch.device) -> int:
+    """Bytes of memory that ``device`` has."""
+    import torch
+
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     # Float8 tensors lack indexing on some devices; their bytes do not.
     import torch
@@ -293,4 +302,12 @@ def capacity_pages(capacity: int, bytes_per_page: int, detail: str) -> int:
     return num_pages
 
 
-__all__ = ["NULL_PAGE", "PageIds", "PagePool", "PageStorage", "capacity_pages", "free_device_bytes"]
+__all__ = [
+    "NULL_PAGE",
+    "PageIds",
+    "PagePool",
+    "PageStorage",
+    "capacity_pages",
+    "free_device_bytes",
+    "total_device_bytes",
+]

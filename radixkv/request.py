@@ -12,6 +12,7 @@ samples come back as rows to draw from, so that one call samples for the whole b
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -32,6 +33,8 @@ from radixkv.text import TextStream
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+logger = logging.getLogger("radixkv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +294,10 @@ class Request:
 
     def _notify(self) -> None:
         for callback in self._listeners:
-            callback()
+            try:
+                callback()
+            except Exception:  # not this request's fault, and it may have ended already
+                logger.exception("a listener of a request raised")
 
     def _free(self) -> None:
         for seq in list(self._sequences):
@@ -439,8 +445,10 @@ class SampleRequest(Request):
             pairs = [(seq, self._index[seq])]
         else:
             # Fork before any of them goes on: all share the prompt's pages.
-            twins = [self._scheduler.fork(seq) for _ in self._samples[1:]]
-            self._sequences += twins
+            twins = []
+            for _ in self._samples[1:]:
+                twins.append(self._scheduler.fork(seq))
+                self._sequences.append(twins[-1])
             pairs = [(twin, i) for i, twin in enumerate([seq, *twins])]
             self._index = dict(pairs)
         for (twin, i), token in zip(pairs, sampled, strict=True):

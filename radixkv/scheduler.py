@@ -154,8 +154,12 @@ class Scheduler:
         if lease is None:
             return None
         commit = min(commit, seq.num_computed)
-        if commit > 0:
-            lease.commit(commit)
+        try:
+            if commit > 0:
+                lease.commit(commit)
+        except BaseException:
+            lease.release()
+            raise
         if keep_lease:
             return lease
         lease.release()
@@ -206,19 +210,22 @@ class Scheduler:
         outputs: list[Output] = []
         if not self.waiting:
             return outputs
-        for seq in self._admission_order():
+        for seq in self._admission_order(outputs):
             if self._num_busy >= self.max_seqs:
                 break
             if seq.paused:
                 continue
-            if self._shares_with_running(seq):
-                continue  # its neighbour is computing that prefix; wait for those pages
             try:
+                if self._shares_with_running(seq):
+                    continue  # its neighbour is computing that prefix; wait for those pages
                 self._reserve(seq)
             except CapacityError as error:
                 if self.running:
                     break
                 # Nothing will give pages back: they are held from outside this engine.
+                outputs.append(Output(seq, 0, 0, error=error))
+                continue
+            except Exception as error:
                 outputs.append(Output(seq, 0, 0, error=error))
                 continue
             self.waiting.remove(seq)
@@ -232,7 +239,7 @@ class Scheduler:
                 outputs.append(Output(seq, stop, stop, stop))
         return outputs
 
-    def _admission_order(self) -> list[Sequence]:
+    def _admission_order(self, outputs: list[Output]) -> list[Sequence]:
         """Those that ran before or have waited long, oldest first; then the best hits.
 
         What gave its pages up comes back in order of age, so that the oldest request always
@@ -244,7 +251,13 @@ class Scheduler:
             ran = seq.num_cached is not None
             (first if ran or seq.passed_over >= _AGING_STEPS else rest).append(seq)
         if len(rest) > 1:
-            hits = {id(s): self.cache.match(s.token_ids, namespace=s.namespace) for s in rest}
+            hits: dict[int, int] = {}
+            for seq in list(rest):
+                try:
+                    hits[id(seq)] = self.cache.match(seq.token_ids, namespace=seq.namespace)
+                except Exception as error:
+                    outputs.append(Output(seq, 0, 0, error=error))
+                    rest.remove(seq)
             rest.sort(key=lambda s: (-hits[id(s)], s.arrival))
         return sorted(first, key=lambda s: s.arrival) + rest
 
@@ -297,10 +310,13 @@ class Scheduler:
             seq.num_cached = lease.num_cached
         seq.num_computed = min(lease.num_cached, wanted)
 
-    def _preempt(self, seq: Sequence) -> None:
+    def _preempt(self, seq: Sequence, outputs: list[Output]) -> None:
         self.preemptions += 1
         lease = seq.lease
-        self.remove(seq, commit=seq.num_computed if lease is not None else 0)
+        try:
+            self.remove(seq, commit=seq.num_computed if lease is not None else 0)
+        except Exception as error:  # its fault, not that of the one who wants its pages
+            outputs.append(Output(seq, 0, 0, error=error))
         seq.num_computed = 0
         self.waiting.append(seq)
 
@@ -319,8 +335,8 @@ class Scheduler:
             if seq.lease is None:
                 continue  # preempted by an older one
             try:
-                self._cover(seq)
-            except CapacityError as error:  # pages are held from outside this engine
+                self._cover(seq, outputs)
+            except Exception as error:  # CapacityError: pages are held from outside this engine
                 outputs.append(Output(seq, seq.num_computed, seq.num_computed, error=error))
                 continue
             if seq.lease is None:
@@ -354,10 +370,10 @@ class Scheduler:
                 outputs.append(Output(youngest, 0, 0, error=full))
                 self._stalls = 0
             else:
-                self._preempt(youngest)
+                self._preempt(youngest, outputs)
         return [runs[i] for i in kept], [seqs[i] for i in kept]
 
-    def _cover(self, seq: Sequence) -> None:
+    def _cover(self, seq: Sequence, outputs: list[Output]) -> None:
         """Extend the lease over all tokens of ``seq``; for want of pages the youngest gives way.
 
         Raises:
@@ -369,7 +385,8 @@ class Scheduler:
             except CapacityError:
                 if len(self.running) == 1:
                     raise
-                self._preempt(max(self.running, key=lambda other: (other.paused, other.arrival)))
+                youngest = max(self.running, key=lambda other: (other.paused, other.arrival))
+                self._preempt(youngest, outputs)
 
 
 def _common_prefix(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> int:

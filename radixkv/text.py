@@ -16,6 +16,8 @@ from typing import Any, TypeGuard
 import numpy as np
 import torch
 
+from radixkv.config import require_unicode
+
 # A window of tokens is decoded again at each push. Past this many it is cut to its last tokens.
 _WINDOW = 24
 # The cut window must give this many characters of text that the longer one gave: then its first
@@ -65,7 +67,7 @@ def tokenizer_lock(tokenizer: Any) -> AbstractContextManager[object]:
     return _share(tokenizer).lock
 
 
-def is_prompt(obj: object) -> bool:
+def is_prompt(obj: object, *, name: str = "prompt") -> bool:
     """Tell one prompt (True) from a list of prompts (False); the prompts are not checked.
 
     One prompt is a str, a sequence of ids (a 1-D array or tensor too) or a chat, a list of
@@ -85,27 +87,29 @@ def is_prompt(obj: object) -> bool:
     if isinstance(obj, (np.ndarray, torch.Tensor)):
         if obj.ndim not in (1, 2):
             raise TypeError(
-                f"prompt: expected a 1-D array of token ids, or 2-D for a list of prompts, "
+                f"{name}: expected a 1-D array of token ids, or 2-D for a list of prompts, "
                 f"got {obj.ndim} dimensions of shape {list(obj.shape)}"
             )
         return obj.ndim == 1
     if not _is_sequence(obj):
         raise TypeError(
-            f"prompt: expected a str, a sequence of token ids, a chat (a list of messages), or a "
+            f"{name}: expected a str, a sequence of token ids, a chat (a list of messages), or a "
             f"list of these, got {type(obj).__name__}"
         )
     if len(obj) == 0:
-        raise ValueError("prompt: expected at least one prompt or token id, got an empty sequence")
+        raise ValueError(f"{name}: expected at least one prompt or token id, got an empty sequence")
     kinds = {_kind(item) for item in obj}
     if len(kinds) > 1:
         raise TypeError(
-            f"prompt: expected all of token ids, all of messages or all of prompts, got a mix of "
+            f"{name}: expected all of token ids, all of messages or all of prompts, got a mix of "
             f"{' and '.join(sorted(kinds))}; put each prompt in its own list"
         )
     return kinds != {"prompts"}
 
 
-def encode_prompt(tokenizer: Any, prompt: object, *, vocab_size: int) -> list[int]:
+def encode_prompt(
+    tokenizer: Any, prompt: object, *, vocab_size: int, name: str = "prompt"
+) -> list[int]:
     """Return the token ids of one prompt.
 
     A str gets the special tokens that the tokenizer adds by itself; a chat goes through the
@@ -115,31 +119,32 @@ def encode_prompt(tokenizer: Any, prompt: object, *, vocab_size: int) -> list[in
         tokenizer: of transformers; None where prompts are ids.
         prompt: str, ids (list, tuple, array, tensor) or chat.
         vocab_size: ids must be below it.
+        name: what errors call it.
     Raises:
         TypeError: a str or chat without a tokenizer; an id that is not an integer; a prompt of
             another type.
         ValueError: an empty prompt; an id below 0 or from vocab_size on; a chat without a
             template, or whose messages are not as the template wants them.
     """
-    if not is_prompt(prompt):
-        raise TypeError("prompt: expected one prompt, got a list of prompts")
+    if not is_prompt(prompt, name=name):
+        raise TypeError(f"{name}: expected one {name}, got a list of {name}s")
     if isinstance(prompt, str):
         if not prompt:
-            raise ValueError("prompt: expected text, got an empty str")
-        ids: object = _encode_text(tokenizer, prompt)
+            raise ValueError(f"{name}: expected text, got an empty str")
+        ids: object = _encode_text(tokenizer, prompt, name)
     elif _is_sequence(prompt) and isinstance(prompt[0], Mapping):
-        ids = _encode_chat(tokenizer, prompt)
+        ids = _encode_chat(tokenizer, prompt, name)
     else:
         ids = prompt
-    token_ids = _as_ids(ids)
+    token_ids = _as_ids(ids, name)
     if not token_ids:
-        raise ValueError(f"prompt: expected at least one token, got none from {prompt!r}")
+        raise ValueError(f"{name}: expected at least one token, got none from {prompt!r}")
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         position, value = next(
             (i, value) for i, value in enumerate(token_ids) if not 0 <= value < vocab_size
         )
         raise ValueError(
-            f"prompt: expected token ids from 0 to {vocab_size - 1}, got {value} at position "
+            f"{name}: expected token ids from 0 to {vocab_size - 1}, got {value} at position "
             f"{position}; use the model's own tokenizer"
         )
     return token_ids
@@ -317,7 +322,7 @@ def _kind(item: object) -> str:
     return "prompts" if _is_sequence(item) else "token ids"
 
 
-def _as_ids(ids: object) -> list[int]:
+def _as_ids(ids: object, name: str) -> list[int]:
     """Return ids as ints; TypeError names what is no integer and where."""
     if isinstance(ids, (np.ndarray, torch.Tensor)):
         if isinstance(ids, torch.Tensor):
@@ -325,61 +330,76 @@ def _as_ids(ids: object) -> list[int]:
         else:
             integer = ids.dtype.kind in "iu"
         if not integer:
-            raise TypeError(f"prompt: expected an array of integers, got dtype {ids.dtype}")
+            raise TypeError(f"{name}: expected an array of integers, got dtype {ids.dtype}")
         values: list[int] = ids.tolist()
         return values
     assert isinstance(ids, Sequence)
-    return [item if type(item) is int else _as_id(item, i) for i, item in enumerate(ids)]
+    return [item if type(item) is int else _as_id(item, i, name) for i, item in enumerate(ids)]
 
 
-def _as_id(item: object, position: int) -> int:
+def _as_id(item: object, position: int, name: str) -> int:
     if isinstance(item, (np.ndarray, torch.Tensor)) and item.ndim == 0:
         item = item.item()
     if isinstance(item, (bool, np.bool_)) or not isinstance(item, Integral):
         raise TypeError(
-            f"prompt: expected an integer token id at position {position}, got {item!r} of type "
+            f"{name}: expected an integer token id at position {position}, got {item!r} of type "
             f"{type(item).__name__}"
         )
     return int(item)
 
 
-def _encode_text(tokenizer: Any, prompt: str) -> object:
+def _encode_text(tokenizer: Any, prompt: str, name: str) -> object:
     if tokenizer is None:
         raise TypeError(
-            "prompt: expected token ids, because there is no tokenizer, got a str; give the "
+            f"{name}: expected token ids, because there is no tokenizer, got a str; give the "
             "engine a tokenizer or pass ids"
         )
+    require_unicode(name, prompt)
     with tokenizer_lock(tokenizer):
         return tokenizer(prompt)["input_ids"]
 
 
-def _encode_chat(tokenizer: Any, chat: Sequence[Any]) -> object:
-    return _render_chat(tokenizer, chat, tokenize=True, return_dict=True)["input_ids"]
+def _encode_chat(tokenizer: Any, chat: Sequence[Any], name: str) -> object:
+    return _render_chat(tokenizer, chat, name, tokenize=True, return_dict=True)["input_ids"]
 
 
-def _render_chat(tokenizer: Any, chat: Sequence[Any], **options: Any) -> Any:
+def _require_unicode_all(name: str, value: object) -> None:
+    """`require_unicode` for each text in a message, however deep; keys too."""
+    waiting = [value]
+    seen: set[int] = set()  # a message may hold itself
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, str):
+            require_unicode(name, one)
+        elif isinstance(one, (Mapping, list, tuple)) and id(one) not in seen:
+            seen.add(id(one))
+            waiting += [*one.keys(), *one.values()] if isinstance(one, Mapping) else one
+
+
+def _render_chat(tokenizer: Any, chat: Sequence[Any], name: str, **options: Any) -> Any:
+    _require_unicode_all(name, chat)
     for position, message in enumerate(chat):
         role = message.get("role")
         if not isinstance(role, str) or not role:
             raise ValueError(
-                f'prompt: expected each message to have a "role" of text, got {message!r} at '
+                f'{name}: expected each message to have a "role" of text, got {message!r} at '
                 f"position {position}"
             )
         content = message.get("content")
         if not isinstance(content, (str, list, tuple)) and not message.get("tool_calls"):
             raise ValueError(
-                f'prompt: expected each message to have a "content" of text, got {message!r} at '
+                f'{name}: expected each message to have a "content" of text, got {message!r} at '
                 f"position {position}"
             )
     if tokenizer is None:
         raise TypeError(
-            "prompt: expected token ids, because there is no tokenizer, got a chat; give the "
+            f"{name}: expected token ids, because there is no tokenizer, got a chat; give the "
             "engine a tokenizer or pass ids"
         )
     with tokenizer_lock(tokenizer):
         if getattr(tokenizer, "chat_template", None) is None:
             raise ValueError(
-                "prompt: expected a tokenizer with a chat_template for a chat, got one without; "
+                f"{name}: expected a tokenizer with a chat_template for a chat, got one without; "
                 "set tokenizer.chat_template or pass a str"
             )
         import jinja2  # transformers needs it for templates, this package only then
@@ -388,9 +408,9 @@ def _render_chat(tokenizer: Any, chat: Sequence[Any], **options: Any) -> Any:
             return tokenizer.apply_chat_template(
                 [dict(message) for message in chat], add_generation_prompt=True, **options
             )
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError, AttributeError, LookupError) as error:
             raise ValueError(
-                f"prompt: expected messages that the chat template accepts, got {error}"
+                f"{name}: expected messages that the chat template accepts, got {error}"
             ) from error
 
 
@@ -400,12 +420,14 @@ def encode_continuation(tokenizer: Any, tail: object, *, vocab_size: int) -> lis
     Raises:
         TypeError, ValueError: as `encode_prompt`; a chat or an empty continuation too.
     """
+    name = "continuation"
     if isinstance(tail, str) and tail and tokenizer is not None:
+        require_unicode(name, tail)
         with tokenizer_lock(tokenizer):
             tail = list(tokenizer(tail, add_special_tokens=False)["input_ids"])
-    elif is_prompt(tail) and _is_sequence(tail) and isinstance(tail[0], Mapping):
+    elif is_prompt(tail, name=name) and _is_sequence(tail) and isinstance(tail[0], Mapping):
         raise TypeError("continuation: expected text or token ids, got a chat")
-    return encode_prompt(tokenizer, tail, vocab_size=vocab_size)
+    return encode_prompt(tokenizer, tail, vocab_size=vocab_size, name=name)
 
 
 def encode_messages(
@@ -430,7 +452,7 @@ def encode_messages(
     """
     mark = "\N{OBJECT REPLACEMENT CHARACTER}radixkv\N{OBJECT REPLACEMENT CHARACTER}"
     opening = [{"role": "user", "content": "-"}, {"role": "assistant", "content": mark}]
-    rendered = _render_chat(tokenizer, [*opening, *messages], tokenize=False)
+    rendered = _render_chat(tokenizer, [*opening, *messages], "messages", tokenize=False)
     _before, found, text = rendered.partition(mark)
     if not found or mark in text:
         raise ValueError(
@@ -441,4 +463,4 @@ def encode_messages(
         if last_token_id in eos_token_ids:
             text = text.removeprefix(tokenizer.decode([last_token_id]))
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return encode_prompt(None, list(ids), vocab_size=vocab_size)
+    return encode_prompt(None, list(ids), vocab_size=vocab_size, name="messages")
