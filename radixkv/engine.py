@@ -474,9 +474,10 @@ class Engine:
                 request.fail(error)
                 continue
             if wanted:
+                num_rows = len(wanted)
                 rows += wanted
-                places += [output.row + output.stop - 1 - output.logits_from] * len(wanted)
-                drawn.append((output, len(wanted)))
+                places += [output.row + output.stop - 1 - output.logits_from] * num_rows
+                drawn.append((output, num_rows))
         self._totals["steps"] += 1
         self._batches.append((sum(o.stop - o.start for o in outputs), len(outputs)))
         if not rows:
@@ -492,11 +493,10 @@ class Engine:
             stop = start + num_rows
             if not request.done:
                 try:
-                    mine = (
-                        sample(logits[start:stop], rows[start:stop])
-                        if sampled is None
-                        else sampled[start:stop]
-                    )
+                    if sampled is None:
+                        mine = sample(logits[start:stop], rows[start:stop])
+                    else:
+                        mine = sampled[start:stop]
                     request.on_sampled(output.sequence, mine)
                 except Exception as error:
                     request.fail(error)
