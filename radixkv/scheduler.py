@@ -370,9 +370,9 @@ class Scheduler:
                     continue
                 if seq.lease is None:
                     continue  # gave way itself
-            stop = num_tokens if num_tokens <= start + budget else start + budget
+            stop = min(num_tokens, start + budget)
             logits_from = num_tokens - 1 if seq.logits_from is None else seq.logits_from
-            logits_from = logits_from if logits_from < stop else stop
+            logits_from = min(stop, logits_from)
             token_ids = seq.token_ids[start:stop]
             write_from, page_ids = seq.write_from, seq.page_ids
             runs.append(Run(seq.lease, token_ids, start, stop, write_from, logits_from, page_ids))
