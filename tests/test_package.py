@@ -78,6 +78,7 @@ IMPORT_ORDER = [
     "bench_kernel",
     "demo",
     "quality",
+    "bench_engine",
     "langchain",
     "llama_index",
     "lm_eval",
