@@ -568,7 +568,10 @@ def _print_quality(report: dict[str, Any]) -> None:
 
 def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "what", choices=("cache", "kernel"), help="the cache by itself, or the kernels"
+        "what",
+        choices=("cache", "kernel", "offline", "online"),
+        help="the cache by itself, the kernels, whole workloads beside other programs, or "
+        "requests that arrive at random",
     )
     parser.add_argument(
         "--trace",
@@ -576,7 +579,9 @@ def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         help="may be given several times (default: all three)",
     )
-    parser.add_argument("--requests", type=int, help="of each trace (default: its own number)")
+    parser.add_argument(
+        "--requests", type=int, help="of each trace (default: its own number), or online (32)"
+    )
     parser.add_argument("--capacity", type=int, default=200_000, help="tokens (200000)")
     parser.add_argument("--page-size", type=int, default=16, help="tokens a page (16)")
     parser.add_argument(
@@ -588,13 +593,69 @@ def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-dtype",
         choices=KV_DTYPES,
         action="append",
-        help="kernel: formats that are compiled; may be given several times (int8)",
+        help="kernel: formats that are compiled, may be given several times; offline, online: of the "
+        "pages (int8)",
     )
     parser.add_argument("--ids", choices=("list", "array"), default="list", help="as given (list)")
 
+    engine = parser.add_argument_group("offline and online")
+    engine.add_argument("--model", help="as of generate")
+    engine.add_argument("--quick", action="store_true", help="a twentieth of each length, once")
+    engine.add_argument("--seed", type=int, default=0, help="of prompts and arrivals (0)")
+    engine.add_argument("--rate", type=float, default=1.0, help="requests a second (1)")
+    engine.add_argument("--suite", choices=("agents",), default="agents", help="of workloads")
+    engine.add_argument("--repeats", type=int, default=3, help="runs of each program (3)")
+    engine.add_argument(
+        "--workload",
+        action="append",
+        choices=("rag", "samples", "beams", "mixed", "tree"),
+        help="may be given several times (default: all five)",
+    )
+    engine.add_argument("--openvino-model", type=Path, help="the same model, exported to OpenVINO")
+    engine.add_argument("--gguf", type=Path, help="the same model, as llama.cpp reads it")
+
+
+def _run_bench_engine(arguments: argparse.Namespace) -> None:
+    from radixkv import bench_engine
+
+    scale = 0.05 if arguments.quick else 1.0
+    require_int("--repeats", arguments.repeats, 1)
+    kv_dtype = (arguments.kv_dtype or ["int8"])[-1]
+    with load_engine(arguments.model, KVConfig(dtype=kv_dtype)) as engine:
+        if engine.tokenizer is None:
+            raise ValueError("--model: expected a model with a tokenizer, got one without")
+        if arguments.what == "online":
+            result = bench_engine.bench_online(
+                engine,
+                rate=arguments.rate,
+                num_requests=32 if arguments.requests is None else arguments.requests,
+                scale=scale,
+                seed=arguments.seed,
+            )
+        else:
+            workloads = bench_engine.agent_workloads(
+                engine.tokenizer, scale=scale, seed=arguments.seed
+            )
+            result = bench_engine.compare(
+                engine,
+                [w for w in workloads if w.name in (arguments.workload or [w.name])],
+                repeats=1 if arguments.quick else arguments.repeats,
+                openvino_model=arguments.openvino_model,
+                gguf=arguments.gguf,
+                progress=lambda text: print(text, file=sys.stderr),
+            )
+    if not arguments.json:
+        (bench_engine.print_online if arguments.what == "online" else bench_engine.print_offline)(
+            result
+        )
+    print(json.dumps(result))
+
 
 def _run_bench(arguments: argparse.Namespace) -> None:
-    """Time the cache on traces against brute force, or kernels against torch; no model."""
+    """Time the cache, the kernels, or whole workloads beside other programs."""
+    if arguments.what in ("offline", "online"):
+        _run_bench_engine(arguments)
+        return
     if arguments.what == "kernel":
         from importlib.util import find_spec
 

@@ -510,6 +510,7 @@ class RadixTree:
                 parent = self._split(child, cut) if child is not None and cut else node
                 end = self._add_leaf(parent, rest, fresh)
         if inside:
+            parts = [b"".join(parts)]  # now: a split may merge an edge into the one above it
             next_start = self._touch_end(node, child, cut, priority, expires)
         else:
             self._touch_path(end, priority, expires)

@@ -148,6 +148,7 @@ class Request:
         params: as given.
         namespace: whose cache it uses.
         cached_tokens: prompt tokens found in the cache; 0 until it is admitted.
+        done: whether it has ended, by whatever road.
         error: why it failed; None otherwise.
         num_tokens: generated so far, over all samples.
         token_gaps: seconds between the tokens of one sample, over all samples.
@@ -177,7 +178,8 @@ class Request:
         self._lease = lease
         self._deltas: deque[Delta] = deque()
         self.max_deltas: int | None = None  # that wait for a reader; more, and it is paused
-        self._done = threading.Event()
+        self.done = False
+        self._ended = threading.Event()
         self._listeners: list[Callable[[], None]] = []
         self.on_end: Callable[[Request], None] | None = None  # the engine's own book-keeping
         self._submitted = time.perf_counter()
@@ -186,11 +188,6 @@ class Request:
         self._scheduler: Scheduler | None = None
         self._sequences: list[Sequence] = []
         self._result: Any = None
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended, by whatever road."""
-        return self._done.is_set()
 
     def result(self) -> Any:
         """The `Result` (or list of `Score`).
@@ -217,7 +214,7 @@ class Request:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until it has ended; False on time-out."""
-        return self._done.wait(timeout_s)
+        return self._ended.wait(timeout_s)
 
     def listen(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` at each delta and at the end, in the engine's thread."""
@@ -270,20 +267,25 @@ class Request:
 
     def count(self, output: Output) -> None:
         """Keep the times and token counts of `metrics`."""
+        seq, start, stop = output.sequence, output.start, output.stop
         num_prompt = len(self.prompt_token_ids)
-        if self._queued and output.sequence.admitted_at is not None:
+        if start >= num_prompt:
+            self.metrics.decode_tokens += stop - start
+            return
+        if self._queued and seq.admitted_at is not None:
             self._queued = False
-            self.metrics.queue_s = output.sequence.admitted_at - self._submitted
-        prefill = max(0, min(output.stop, num_prompt) - output.start)
+            self.metrics.queue_s = seq.admitted_at - self._submitted
+        prefill = min(stop, num_prompt) - start
         self.metrics.prefill_tokens += prefill
-        self.metrics.decode_tokens += output.stop - output.start - prefill
+        self.metrics.decode_tokens += stop - start - prefill
 
     def _note_token(self, index: int = 0) -> None:
         now = time.perf_counter()
         if not self.num_tokens:
             self.metrics.ttft_s = now - self._submitted
-        if index in self._last_token:
-            self.token_gaps.append(now - self._last_token[index])
+        last = self._last_token.get(index)
+        if last is not None:
+            self.token_gaps.append(now - last)
         self._last_token[index] = now
         self.num_tokens += 1
 
@@ -333,7 +335,8 @@ class Request:
         self.metrics.total_s = time.perf_counter() - self._submitted
         if self.on_end is not None:
             self.on_end(self)
-        self._done.set()
+        self.done = True
+        self._ended.set()
         self._notify()
 
 
@@ -344,19 +347,19 @@ def _aborted() -> EngineClosedError:
     )
 
 
-def _commit_prompt(seq: Sequence, num_prompt: int, page_size: int) -> None:
-    # Whole pages only: the tree's share of a part-filled page would cost its writer a copy.
-    # The rest of the prompt becomes findable with the sequence's end.
-    if seq.lease is not None and num_prompt >= page_size:
-        seq.lease.commit(num_prompt // page_size * page_size)
-
-
 @dataclass(slots=True)
 class _SampleState:
-    """One sample as it grows."""
+    """One sample as it grows.
+
+    Attributes:
+        row: what is drawn from next; holds the tokens.
+        stream: the text of those tokens that were shown to it.
+        num_shown: how many those are.
+    """
 
     row: SamplerRow
     stream: TextStream
+    num_shown: int = 0
     logprobs: list[dict[int, float]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None
@@ -404,6 +407,9 @@ class SampleRequest(Request):
             for i in range(params.n)
         ]
         self._index: dict[Sequence, int] = {}  # which sample a sequence is
+        self._num_open = params.n
+        # Where nobody reads along and no text can end a sample, all of it is decoded at the end.
+        self._needs_text = tokenizer is not None and (record or bool(params.stop))
         self._on_lease = on_lease
         self._prompt_logprobs: list[dict[int, float] | None] | None = None
         if params.prompt_logprobs is not None:
@@ -416,19 +422,19 @@ class SampleRequest(Request):
         self._add(seq)
 
     def on_output(self, output: Output) -> list[SamplerRow]:
-        seq, num_prompt = output.sequence, len(self.prompt_token_ids)
-        self.cached_tokens = self.cached_tokens or seq.num_cached or 0
-        first = seq not in self._index
-        if first and self._prompt_logprobs is not None:
+        seq = output.sequence
+        index = self._index.get(seq)
+        if index is not None:
+            return [] if output.stop < len(seq.token_ids) else [self._samples[index].row]
+        self.cached_tokens = seq.num_cached or 0
+        if self._prompt_logprobs is not None:
             self._note_prompt_logprobs(output)
         if output.stop < len(seq.token_ids):
             return []
-        if first:
-            assert self._scheduler is not None
-            seq.logits_from = None
-            _commit_prompt(seq, num_prompt, self._scheduler.cache.config.page_size)
-            return [state.row for state in self._samples]
-        return [self._samples[self._index[seq]].row]
+        assert self._scheduler is not None
+        seq.logits_from = None
+        self._scheduler.commit(seq, len(self.prompt_token_ids))
+        return [state.row for state in self._samples]
 
     def _note_prompt_logprobs(self, output: Output) -> None:
         assert self._prompt_logprobs is not None
@@ -440,37 +446,40 @@ class SampleRequest(Request):
             self._prompt_logprobs += top_logprobs(rows, targets, self.params.prompt_logprobs)
 
     def on_sampled(self, seq: Sequence, sampled: list[Sampled]) -> None:
-        assert self._scheduler is not None
-        if seq in self._index:
-            pairs = [(seq, self._index[seq])]
+        index = self._index.get(seq)
+        if index is not None:
+            self._accept(seq, index, sampled[0])
         else:
+            assert self._scheduler is not None
             # Fork before any of them goes on: all share the prompt's pages.
-            twins = []
+            twins = [seq]
             for _ in self._samples[1:]:
                 twins.append(self._scheduler.fork(seq))
                 self._sequences.append(twins[-1])
-            pairs = [(twin, i) for i, twin in enumerate([seq, *twins])]
-            self._index = dict(pairs)
-        for (twin, i), token in zip(pairs, sampled, strict=True):
-            self._accept(twin, i, token)
-        if all(state.finish_reason for state in self._samples):
+            self._index = {twin: i for i, twin in enumerate(twins)}
+            for i, token in enumerate(sampled):
+                self._accept(twins[i], i, token)
+        if not self._num_open:
             self.finish(self.partial_result())
 
     def _accept(self, seq: Sequence, index: int, token: Sampled) -> None:
         state = self._samples[index]
-        token_ids = state.row.token_ids
-        token_ids.append(token.token_id)
-        state.cumulative_logprob += token.logprob
-        if token.top is not None:
-            state.logprobs.append(token.top)
+        row = state.row
+        token_id, logprob, top = token
+        token_ids = row.token_ids
+        token_ids.append(token_id)
+        state.cumulative_logprob += logprob
+        if top is not None:
+            state.logprobs.append(top)
         self._note_token(index)
-        text, guide = "", state.row.guide
-        if token.token_id in self._stop_ids:
-            state.finish_reason, state.stop_reason = "stop", token.token_id
+        text, guide = "", row.guide
+        if token_id in self._stop_ids:
+            state.finish_reason, state.stop_reason = "stop", token_id
         else:
             if guide is not None:
-                guide.advance(token.token_id)
-            text = state.stream.push([token.token_id])
+                guide.advance(token_id)
+            if self._needs_text:
+                text = self._show(state)
             if state.stream.stopped is not None:
                 state.finish_reason, state.stop_reason = "stop", state.stream.stopped
             elif guide is not None and guide.finished:
@@ -478,11 +487,23 @@ class SampleRequest(Request):
             elif len(token_ids) == self.params.max_new_tokens:
                 state.finish_reason = "length"
         if state.finish_reason:
-            text += state.stream.finish()
+            text += self._show(state) + state.stream.finish()
+            self._num_open -= 1
             self._close(seq, index)
         else:
-            seq.token_ids.append(token.token_id)
-        self._emit(Delta(index, text, [token.token_id], state.finish_reason))
+            seq.token_ids.append(token_id)
+        if self._record:
+            self._emit(Delta(index, text, [token_id], state.finish_reason))
+
+    def _show(self, state: _SampleState) -> str:
+        """The text of the tokens that came since the last call; a stop token is none."""
+        token_ids = state.row.token_ids
+        stop = len(token_ids)
+        if state.finish_reason == "stop" and state.stop_reason == token_ids[-1]:
+            stop -= 1
+        fresh = token_ids[state.num_shown : stop]
+        state.num_shown = stop
+        return state.stream.push(fresh)
 
     def _close(self, seq: Sequence, index: int) -> None:
         keep = index == 0 and self._on_lease is not None
@@ -495,8 +516,8 @@ class SampleRequest(Request):
         samples = []
         for i, state in enumerate(self._samples):
             if state.finish_reason is None:
+                tail = self._show(state) + state.stream.finish()
                 state.finish_reason = "abort"
-                tail = state.stream.finish()
                 self._emit(Delta(i, tail, [], "abort"))
             samples.append(
                 Sample(
@@ -551,7 +572,7 @@ class BeamRequest(Request):
             return []
         assert self._scheduler is not None
         if len(seq.token_ids) == num_prompt:
-            _commit_prompt(seq, num_prompt, self._scheduler.cache.config.page_size)
+            self._scheduler.commit(seq, num_prompt)
         self._logits[seq] = output.logits[-1]
         if len(self._logits) == len(self._beams):
             self._advance()
@@ -650,7 +671,7 @@ class ScoreRequest(Request):
                 return []
             self.cached_tokens = seq.num_cached or 0
             self._score_first(output.logits[-1])
-            _commit_prompt(seq, num_prompt, self._scheduler.cache.config.page_size)
+            self._scheduler.commit(seq, num_prompt)
             for i, continuation in enumerate(self._continuations):
                 if len(continuation) > 1:
                     twin = self._scheduler.fork(seq)

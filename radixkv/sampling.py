@@ -55,6 +55,7 @@ class SamplerRow:
         prompt_token_ids: ids of the prompt; not changed while the row lives.
         token_ids: ids generated so far; the next one is drawn for step ``len(token_ids)``.
         guide: which tokens may come next, after all of ``token_ids``; None is all.
+        is_processed: whether any of steps 1 to 5 of the order above changes its logits.
     """
 
     params: SamplingParams
@@ -63,7 +64,20 @@ class SamplerRow:
     prompt_token_ids: Sequence[int]
     token_ids: list[int]
     guide: Guide | None = None
+    is_processed: bool = field(init=False)
     _prompt: Tensor | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Note whether any of steps 1 to 5 does something."""
+        params = self.params
+        self.is_processed = bool(
+            self.guide is not None
+            or params.logits_processors
+            or params.repetition_penalty != 1.0
+            or params.presence_penalty
+            or params.frequency_penalty
+            or params.logit_bias
+        )
 
     def prompt(self) -> Tensor:
         """Return the prompt's ids. Shape [n] int64, CPU; made once."""
@@ -184,23 +198,11 @@ def _require_finite(per_row: Tensor, start: int, where: str) -> None:
         )
 
 
-def _is_processed(row: SamplerRow) -> bool:
-    params = row.params
-    return bool(
-        row.guide is not None
-        or params.logits_processors
-        or params.repetition_penalty != 1.0
-        or params.presence_penalty
-        or params.frequency_penalty
-        or params.logit_bias
-    )
-
-
 def _sample_chunk(logits: Tensor, rows: Sequence[SamplerRow], start: int) -> list[Sampled]:
     """Sample rows ``start`` and on of the batch. ``logits``: [len(rows), vocab] float32."""
     normalizer = log_normalizer(logits)
     _require_finite(normalizer, start, "the model's logits")
-    processed = [i for i, row in enumerate(rows) if _is_processed(row)]
+    processed = [i for i, row in enumerate(rows) if row.is_processed]
     scores = logits
     if processed:
         scores = logits.clone()
@@ -229,7 +231,7 @@ def _sample_chunk(logits: Tensor, rows: Sequence[SamplerRow], start: int) -> lis
         )
         for i, top in zip(asked, dicts, strict=True):
             tops[i] = top
-    return [Sampled(*one) for one in zip(ids, logprobs, tops, strict=True)]
+    return list(map(Sampled, ids, logprobs, tops))
 
 
 def _top_dicts(

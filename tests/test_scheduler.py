@@ -202,6 +202,37 @@ def test_nobody_starves_behind_better_hits() -> None:
         check_idle(engine)
 
 
+def test_a_flood_of_alike_requests_keeps_every_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few prompts, asked again and again in a pool of 24 pages, samples of them, and aborts."""
+    monkeypatch.setitem(globals(), "VOCAB_SIZE", 200)
+    monkeypatch.setattr(FakeRunner, "vocab_size", 200)
+    rng = random.Random(2)
+
+    def ids(count: int, seed: int) -> list[int]:
+        return random.Random(seed).choices(range(7, 200), k=count)
+
+    base = ids(16, 0)
+    jobs = []
+    for i in range(24):
+        prompt = base[: rng.randint(1, 16)] + ids(rng.randint(1, 9), i)
+        n, num_new = rng.choice((1, 1, 2)), rng.randint(2, 7)
+        jobs.append((prompt, SamplingParams(n=n, seed=i, max_new_tokens=num_new)))
+    with fake_engine(24, 4) as engine:
+        live = [engine.submit(*jobs[i % 24]) for i in range(120)]
+        for request in live[::3]:
+            request.dies_at = rng.randint(0, 200)  # type: ignore[attr-defined]
+        step = 0
+        while live:
+            for request in live:
+                if getattr(request, "dies_at", None) == step:
+                    engine.abort(request)
+            engine.step()
+            engine.cache.check()
+            live = [request for request in live if not request.done]
+            step += 1
+        check_idle(engine)
+
+
 def test_bookkeeping_of_a_step_is_small() -> None:
     """Not a timed test of the machine: a bound far above what is seen, to catch a blow-up."""
     with fake_engine(4096, 16) as engine:
