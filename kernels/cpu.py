@@ -888,12 +888,11 @@ def _score_pairs(
         keys, vector = _keys_per_block(num_queries), ir.VectorType(_I8, 2 * LANES)
         for n in range(-(-keys * row_bytes // 64)):
             _prefetch(b, ahead, 64 * n)
-        pointers, factors = [], []
+        pointers = []
         for i in range(keys):
             index = ir.Constant(_I64, i)
             index = b.select(b.icmp_signed("<", index, last), index, last) if i else index
             pointers.append(_pointer(b, b.add(base, b.mul(index, ir.Constant(_I64, row_bytes)))))
-            factors.append(_pointer(b, b.add(scales, b.mul(index, ir.Constant(_I64, 4)))))
         words = ir.VectorType(_I16, 2 * LANES)
 
         def read(pointer: Any, n: int) -> list[Any]:
@@ -904,8 +903,11 @@ def _score_pairs(
             stored = _words(b, f, _load_bytes(b, pointer, first, size))
             return [b.sub(word, _const(8, words)) for word in stored] if f == INT4 else stored
 
+        per_batch = max(1, LANES // keys)  # queries whose sums fill a vector
+        lanes = [lane % keys for lane in range(LANES)]
         for start, count in _query_chunks(num_queries):
-            sums: list[Any] = [None] * (count * keys)
+            batches = range(0, count, per_batch)
+            blocks: list[Any] = [None] * len(batches)
             whole: dict[int, list[Any]] = {}  # the integer sums of scale groups
             for n in range(len(spans) // halves):
                 stored = [read(p, n) for p in pointers]
@@ -919,31 +921,33 @@ def _score_pairs(
                         for i in range(keys):
                             at = g * keys + i
                             parts[at] = _multiply_pairs(b, parts[at], stored[i][half], query)
-                    if f == INT4 and all(other[2] != group for other in spans[span + 1 :]):
-                        at_group = b.mul(line, ir.Constant(_I64, group))
-                        scale = [_splat(b, _load(b, p, at_group, _F32)) for p in factors]
-                        for at, part in enumerate(whole.pop(group)):
-                            real = b.sitofp(part, _VF)
-                            sums[at] = (
-                                b.fmul(real, scale[at % keys])
-                                if sums[at] is None
-                                else _fma(b, real, scale[at % keys], sums[at])
-                            )
-            if f != INT4:
-                sums = whole[0]
-            combine = _add if f == INT4 else _add_integers
-            per_batch = max(1, LANES // keys)
-            for first in range(0, count, per_batch):
-                batch = sums[first * keys : (first + per_batch) * keys]
-                totals = _fold_each(b, batch, combine)
-                totals = totals if f == INT4 else b.sitofp(totals, _VF)
-                for g in range(len(batch) // keys):
-                    block = _shuffle(b, totals, totals, range(g * keys, (g + 1) * keys))
+                    if any(other[2] == group for other in spans[span + 1 :]):
+                        continue
+                    parts = whole.pop(group)
+                    scale = None
+                    if f == INT4:
+                        at_group = b.add(scales, b.mul(line, ir.Constant(_I64, group)))
+                        scale = _load(b, _pointer(b, at_group), 0, ir.VectorType(_F32, keys))
+                        scale = _shuffle(b, scale, scale, lanes)
+                    for k, first in enumerate(batches):
+                        batch = parts[first * keys : (first + per_batch) * keys]
+                        real = b.sitofp(_fold_each(b, batch, _add_integers), _VF)
+                        blocks[k] = _add_scaled(b, blocks[k], real, scale)
+            for block, first in zip(blocks, batches, strict=True):
+                for g in range(min(per_batch, count - first)):
                     number = ir.Constant(_I64, start + first + g)
-                    _store(b, block, out, b.mul(number, line))
+                    mine = _shuffle(b, block, block, range(g * keys, (g + 1) * keys))
+                    _store(b, mine, out, b.mul(number, line))
         return context.get_dummy_value()
 
     return types.void(fmt, head_dim, group, unpacked, *[types.int64] * 7), codegen
+
+
+def _add_scaled(b: Any, total: Any, values: Any, scale: Any) -> Any:
+    """``total`` (None: nothing yet) plus values * scale (None: 1)."""
+    if scale is None:
+        return values
+    return b.fmul(values, scale) if total is None else _fma(b, values, scale, total)
 
 
 @intrinsic
@@ -1614,6 +1618,8 @@ def _combine_halves(b: Any, vectors: list[Any], combine: Callable[[Any, Any, Any
         half = len(vectors) // 2
         vectors = [combine(b, x, y) for x, y in zip(vectors[:half], vectors[half:], strict=True)]
     return vectors[0]
+
+
 # ---------------------------------------------------------------- shared splits
 # Many query rows over one split: rows of K and V are unpacked once, into panels whose vectors hold
 # what a product needs next, and every row is a chain of `_multiply_pairs` over them. The sums are
@@ -1711,6 +1717,7 @@ def _pack_keys(
                 else:
                     wide = b.zext(codes, words)
                     values = [b.and_(wide, _const(15, words)), b.lshr(wide, _const(4, words))]
+                    values = [b.sub(value, _const(8, words)) for value in values]
                 for part, value in enumerate(values):
                     _store(b, value, place, 4 * _PANEL * (unit + part * (pairs // 2)))
 
@@ -1776,6 +1783,7 @@ def _pack_values(
                 for part in range(2):
                     lanes = [LANES * part + i + s for i in range(LANES) for s in (0, 2 * LANES)]
                     for half, value in enumerate(_words(b, f, _shuffle(b, x, y, lanes))):
+                        value = b.sub(value, _const(8, value.type)) if f == INT4 else value
                         offset = panel_bytes * (halves * n + half) + 4 * LANES * part
                         _store(b, value, place, offset)
         return context.get_dummy_value()
@@ -1834,8 +1842,8 @@ def _score_panels(
 ):
     """Dot products of query rows with the keys of ``num_panels`` panels, as floats.
 
-    int8: times the key's factor and the row's scale. int4: ``out`` has a row for each query and
-    scale group, as `_score_pairs` gives it.
+    int8: times the key's factor and the row's scale. int4: the sums of the scale groups times
+    their scales, as `_score_pairs` adds them. ``factors``: a row of ``out_bytes`` for each group.
     """
     f, dim = _literal(fmt), _literal(head_dim)
     q_line, out_line = _literal(q_bytes), _literal(out_bytes)
@@ -1852,8 +1860,9 @@ def _score_panels(
             def emit(num_rows: int, first: Any, panel: Any = panel, column: Any = column) -> None:
                 rows = _pointer(b, b.add(q, b.mul(first, ir.Constant(_I64, q_line))))
                 scales = _pointer(b, b.add(q_scales, b.mul(first, ir.Constant(_I64, 4))))
-                line = b.mul(first, ir.Constant(_I64, out_line * len(groups)))
+                line = b.mul(first, ir.Constant(_I64, out_line))
                 target = _pointer(b, b.add(b.add(out, line), column))
+                scores: dict[tuple[int, int], Any] = {}
                 for n, (start, pairs) in enumerate(groups):
                     sums = _tile_of_pairs(
                         b,
@@ -1865,13 +1874,14 @@ def _score_panels(
                     )
                     for i, row in enumerate(sums):
                         for v, total in enumerate(row):
-                            score = b.sitofp(total, _VF)
+                            factor = _load(b, mine, out_line * n + 4 * LANES * v, _VF)
                             if f == INT8:
-                                scale = _splat(b, _load(b, scales, 4 * i, _F32))
-                                factor = _load(b, mine, 4 * LANES * v, _VF)
-                                score = b.fmul(score, b.fmul(factor, scale))
-                            offset = out_line * (i * len(groups) + n) + 4 * LANES * v
-                            _store(b, score, target, offset)
+                                factor = b.fmul(factor, _splat(b, _load(b, scales, 4 * i, _F32)))
+                            scores[i, v] = _add_scaled(
+                                b, scores.get((i, v)), b.sitofp(total, _VF), factor
+                            )
+                for (i, v), score in scores.items():
+                    _store(b, score, target, out_line * i + 4 * LANES * v)
 
             _each_tile(b, num_halves, emit)
         return context.get_dummy_value()
@@ -1890,7 +1900,6 @@ def _sum_panels(
     panels: Any,
     num_pairs: Any,
     worth: Any,
-    zeros: Any,
     targets: Any,
 ):
     """Weighted sums of the panels' rows, finished as `_finish_pairs` does it.
@@ -1900,7 +1909,7 @@ def _sum_panels(
     f, dim, w_line = _literal(fmt), _literal(head_dim), _literal(weights_bytes)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        weights, num_halves, panels, num_pairs, worth, zeros, targets = args[3:]
+        weights, num_halves, panels, num_pairs, worth, targets = args[3:]
         groups, halves = num_groups(f, dim), 2 if f == INT4 else 1
         size = int4_group_size(dim) if f == INT4 else dim
         targets = _pointer(b, targets)
@@ -1920,19 +1929,15 @@ def _sum_panels(
                 )
                 place = b.mul(line, ir.Constant(_I64, 4))
                 factors = _pointer(b, b.add(worth, place))
-                offsets = _pointer(b, b.add(zeros, place))
                 for i, mine in enumerate(sums):
                     at = b.mul(b.add(row, ir.Constant(_I64, i)), ir.Constant(_I64, 8))
                     target = _pointer(b, _load(b, targets, at, _I64))
                     factor = _splat(b, _load(b, factors, 4 * groups * i, _F32))
-                    zero = _splat(b, _load(b, offsets, 4 * groups * i, _F32))
                     for v, total in enumerate(mine):
                         length = min(LANES, count - v * LANES)
                         if length > 0:
                             whole = b.sitofp(total, _VF)
-                            real = (
-                                _fma(b, whole, factor, zero) if f == INT4 else b.fmul(whole, factor)
-                            )
+                            real = b.fmul(whole, factor)
                             begin = b.add(first, ir.Constant(_I64, v * LANES))
                             begin = b.mul(begin, ir.Constant(_I64, 4))
                             _store(b, _narrow(b, real, length), target, begin)
@@ -1952,7 +1957,7 @@ def _sum_panels(
                 add_span(*(ir.Constant(_I64, i) for i in (n, first, group)), count)
         return context.get_dummy_value()
 
-    return types.void(fmt, head_dim, weights_bytes, *[types.int64] * 7), codegen
+    return types.void(fmt, head_dim, weights_bytes, *[types.int64] * 6), codegen
 
 
 @intrinsic
@@ -2502,7 +2507,7 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
 def _shared_layout(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> tuple[dict[str, int], int]:
     """Byte offsets of the parts of a thread's scratch for shared splits, and its size."""
     rows, line = SHARED_ROWS + _TILE_M, _DECODE_LINE
-    k_groups, v_groups = num_groups(k_fmt, k_dim), num_groups(v_fmt, v_dim)
+    v_groups = num_groups(v_fmt, v_dim)
     words = 4 * LANES * max(len(_word_spans(k_fmt, k_dim)), 1)
     sizes = {
         "row": 4 * LANES * len(_pieces(max(k_dim, v_dim))),
@@ -2512,10 +2517,9 @@ def _shared_layout(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> tuple[dict
         "k_factors": max(1, num_scales(k_fmt, k_dim)) * line,
         "v_factors": max(1, num_scales(v_fmt, v_dim)) * line,
         "spare": line,
-        "scores": rows * k_groups * line,
+        "scores": rows * line,
         "weights": rows * v_groups * line // 2,
         "worth": 4 * rows * v_groups,
-        "zeros": 4 * rows * v_groups,
         "targets": 8 * rows,
         "nowhere": 4 * LANES * (2 + len(_pieces(v_dim))),
         "k_panels": SPLIT * 4 * _num_pairs(k_fmt, k_dim),
@@ -2530,14 +2534,14 @@ def _shared_layout(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> tuple[dict
 
 def shared_scratch_bytes(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, most_rows: int) -> int:
     """Bytes of scratch that each thread needs for tasks of ``most_rows`` query rows."""
-    kept = -(-4 * _num_pairs(k_fmt, k_dim) // 64) * 64 + 4 + 4 * num_groups(k_fmt, k_dim)
+    kept = -(-4 * _num_pairs(k_fmt, k_dim) // 64) * 64 + 4
     return _shared_layout(k_fmt, v_fmt, k_dim, v_dim)[1] + kept * (most_rows + _TILE_M)
 
 
 def make_shared(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
     """The kernel for whole splits that several query rows attend to: their partial results."""
     k_scales, v_scales = num_scales(k_fmt, k_dim), num_scales(v_fmt, v_dim)
-    k_groups, v_groups = num_groups(k_fmt, k_dim), num_groups(v_fmt, v_dim)
+    v_groups = num_groups(v_fmt, v_dim)
     k_row, v_row = _row_bytes(k_fmt, k_dim), _row_bytes(v_fmt, v_dim)
     k_split, v_split = k_fmt == INT4, v_fmt == INT4
     q_width = -(-4 * _num_pairs(k_fmt, k_dim) // 64) * 64
@@ -2547,8 +2551,8 @@ def make_shared(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
     num_panels, num_blocks, num_pairs = SPLIT // _PANEL, SPLIT // 8, SPLIT // 2
     at, at_q = _shared_layout(k_fmt, v_fmt, k_dim, v_dim)
     at_row, at_words, at_k_rows, at_v_rows = (at[n] for n in ("row", "words", "k_rows", "v_rows"))
-    at_k_factors, at_v_factors, at_spare, at_scores, at_weights, at_worth, at_zeros = (
-        at[n] for n in ("k_factors", "v_factors", "spare", "scores", "weights", "worth", "zeros")
+    at_k_factors, at_v_factors, at_spare, at_scores, at_weights, at_worth = (
+        at[n] for n in ("k_factors", "v_factors", "spare", "scores", "weights", "worth")
     )
     at_targets, at_nowhere = at["targets"], at["nowhere"]
     at_k_panels, at_v_panels, most_rows = at["k_panels"], at["v_panels"], SHARED_ROWS
@@ -2559,11 +2563,10 @@ def make_shared(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
         memory = args.scratch + _fetch_add(args.counters, 0) * args.scratch_bytes
         row, words, q = memory + at_row, memory + at_words, memory + at_q
         q_scales = q + (args.most_rows + tile_m) * q_width
-        q_sums = q_scales + 4 * (args.most_rows + tile_m)
         k_rows, v_rows = memory + at_k_rows, memory + at_v_rows
         k_factors, v_factors = memory + at_k_factors, memory + at_v_factors
         spare, scores, weights = memory + at_spare, memory + at_scores, memory + at_weights
-        worth, zeros, targets = memory + at_worth, memory + at_zeros, memory + at_targets
+        worth, targets = memory + at_worth, memory + at_targets
         nowhere, k_panels, v_panels = (
             memory + at_nowhere,
             memory + at_k_panels,
@@ -2590,7 +2593,7 @@ def make_shared(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
                     args.scale,
                     args.rotate_k,
                 )
-                scale = _quantize_query(k_fmt, k_dim, row, words, q_sums + 4 * r * k_groups)
+                scale = _quantize_query(k_fmt, k_dim, row, words)
                 _pair_query(k_fmt, k_dim, words, q + r * q_width)
                 _put_f32(q_scales, r, scale)
             while split < after_split:
@@ -2678,18 +2681,10 @@ def make_shared(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
                             skipped = min(
                                 split_tokens, max(np.int64(0), pos + 1 - args.window - origin)
                             )
-                        mine = scores + r * k_groups * line
+                        mine = scores + r * line
                         if k_split:
-                            for n in range(k_groups):
-                                _affine(
-                                    mine,
-                                    mine + n * line,
-                                    k_factors + 2 * n * line,
-                                    k_factors + (2 * n + 1) * line,
-                                    _get_f32(q_scales, first_row + r),
-                                    _get_f32(q_sums, (first_row + r) * k_groups + n),
-                                    vectors,
-                                )
+                            scale = _get_f32(q_scales, first_row + r)
+                            _scale_add(mine, scale, mine, np.float32(0.0), vectors)
                         if args.softcap > 0:
                             _cap(mine, args.softcap, vectors)
                         if args.slopes != 0:
@@ -2710,7 +2705,7 @@ def make_shared(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
                             _put_f32(partial, 1, total)
                         for n in range(v_groups):
                             weight_row = r * v_groups + n
-                            scales = v_factors + 2 * n * line
+                            scales = v_factors + n * line
                             source = spare
                             if v_split or skipped == split_tokens:
                                 heaviest = _products(spare, mine, scales, vectors)
@@ -2724,8 +2719,6 @@ def make_shared(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
                                 source, weights + weight_row * half_line, factor, vectors
                             )
                             _put_f32(worth, weight_row, heaviest / np.float32(32767.0))
-                            if v_split:
-                                _put_f32(zeros, weight_row, _dot(mine, scales + line, vectors))
                         _put_f32(partial, 0, largest)
                         if skipped == split_tokens:
                             _put_f32(partial, 1, np.float32(0.0))
@@ -2738,7 +2731,6 @@ def make_shared(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
                         v_panels,
                         num_pairs,
                         worth,
-                        zeros,
                         targets,
                     )
                 split += 1

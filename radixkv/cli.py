@@ -593,8 +593,8 @@ def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-dtype",
         choices=KV_DTYPES,
         action="append",
-        help="kernel: formats that are compiled, may be given several times; offline, online: of the "
-        "pages (int8)",
+        help="kernel: formats that are compiled, may be given several times; offline and online: "
+        "of the pages (int8)",
     )
     parser.add_argument("--ids", choices=("list", "array"), default="list", help="as given (list)")
 
