@@ -78,6 +78,7 @@ IMPORT_ORDER = [
     "metrics",
     "bench_cache",
     "bench_kernel",
+    "bench_snapshot",
     "demo",
     "quality",
     "cli",
