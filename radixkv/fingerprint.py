@@ -25,6 +25,7 @@ _NO_MATTER = {
     "architectures",
     "bos_token_id",
     "chunk_size_feed_forward",
+    "dtype",  # of the checkpoint; the model's own is a part by itself
     "eos_token_id",
     "id2label",
     "is_decoder",
@@ -34,6 +35,7 @@ _NO_MATTER = {
     "pad_token_id",
     "problem_type",
     "return_dict",
+    "torch_dtype",
     "transformers_version",
     "use_cache",
 }

@@ -65,6 +65,20 @@ def test_the_same_model_loads_and_equals_cold_bit_for_bit(
         engine.cache.check()
 
 
+def test_an_engine_begins_with_a_snapshot_or_says_why_not(
+    tiny_model: Callable[..., Any], saved: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    tiny_model(fresh=True).save_pretrained(folder)
+    options: dict[str, Any] = dict(dtype=torch.float32, backend="torch")
+    with pytest.raises(FileNotFoundError):
+        Engine.from_pretrained("no/such-model", snapshot=tmp_path / "no", **options)
+    with Engine.from_pretrained(folder, kv=KV, snapshot=saved, **options) as engine:
+        assert ask(engine)[1] == len(PROMPT) - 1
+    with pytest.raises(SnapshotError, match="k_format"):
+        Engine.from_pretrained(folder, kv=KVConfig(dtype="fp8"), snapshot=saved, **options)
+
+
 def one_weight(model: Any) -> None:
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[17, 30] += 1e-3

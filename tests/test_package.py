@@ -84,6 +84,7 @@ IMPORT_ORDER = [
     "compiled",
     "bench_kernel",
     "bench_linear",
+    "bench_snapshot",
     "demo",
     "quality",
     "memory",

@@ -29,6 +29,7 @@ CASES: dict[str, list[str]] = {
     "KEY-3 same adapter name, different weights": [
         "test_radix.py::test_namespaces_never_share",
         "test_engine.py::test_namespaces_never_share",
+        "test_fingerprint.py::test_two_versions_of_an_adapter_and_none_are_three_entries",
     ],
     "HIT-1 whole prompt already cached": [
         "test_cache.py::test_a_whole_prompt_that_is_cached_leaves_one_token_to_run",
@@ -112,6 +113,7 @@ CASES: dict[str, list[str]] = {
     ],
     "PER-1 saved KV loads into another model": [
         "test_snapshot.py::test_another_geometry_format_or_model_is_named",
+        "test_fingerprint.py::test_another_model_of_equal_shapes_is_named",
     ],
     "THR-1 shared tokenizer from threads": [
         "test_text.py::test_threads_with_one_tokenizer_get_their_single_thread_results",

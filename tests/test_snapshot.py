@@ -19,6 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fuzz.snapshot import mutants
 from radixkv import KVConfig, KVSpec, PrefixCache, SnapshotError, cli
 from radixkv.config import KV_DTYPES
 from radixkv.radix import encode_tokens
@@ -663,3 +664,28 @@ def test_files_that_do_not_belong_together_are_not_merged(tmp_path: Path) -> Non
     assert not out.exists()
     two.unlink()
     assert list(tmp_path.iterdir()) == [one]
+
+
+# --- a short part of fuzz/snapshot.py ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("truncate", [False, True])
+def test_bytes_of_any_kind_are_refused_or_loaded_right(truncate: bool) -> None:
+    totals = mutants(400 if truncate else 2000, seed=1, truncate=truncate)
+    assert totals["refused"] > 0.3 * totals["files"]
+    assert totals["loaded"] > 0.02 * totals["files"]
+    assert totals["peak_growth_bytes"] < 64 * 2**20
+
+
+def test_a_writer_that_is_killed_leaves_the_old_file_or_the_new_one() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "fuzz.snapshot", "--kills", "10", "--mutants", "0",
+         "--truncations", "0"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "'kills': 10" in done.stdout
