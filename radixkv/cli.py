@@ -601,9 +601,9 @@ def _print_quality(report: dict[str, Any]) -> None:
 def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
-        choices=("cache", "kernel", "offline", "online"),
-        help="the cache by itself, the CPU kernels, whole workloads beside other programs, or "
-        "requests that arrive at random",
+        choices=("cache", "kernel", "steps", "offline", "online"),
+        help="the cache by itself, the CPU kernels, the parts of a step, whole workloads beside "
+        "other programs, or requests that arrive at random",
     )
     parser.add_argument(
         "--trace",
@@ -618,7 +618,8 @@ def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page-size", type=int, default=16, help="tokens a page (16)")
     parser.add_argument("--ids", choices=("list", "array"), default="list", help="as given (list)")
 
-    engine = parser.add_argument_group("offline and online")
+    engine = parser.add_argument_group("steps, offline and online")
+    engine.add_argument("--batch", type=int, default=16, help="samples in a step (16)")
     engine.add_argument("--model", help="as of generate")
     engine.add_argument("--kv-dtype", default="int8", metavar="DTYPE", help="as of generate")
     engine.add_argument("--quick", action="store_true", help="a twentieth of each length, once")
@@ -642,6 +643,14 @@ def _run_bench_engine(arguments: argparse.Namespace) -> None:
     scale = 0.05 if arguments.quick else 1.0
     require_int("--repeats", arguments.repeats, 1)
     with load_engine(arguments.model, KVConfig(dtype=arguments.kv_dtype)) as engine:
+        if arguments.what == "steps":
+            require_int("--batch", arguments.batch, 1)
+            result = bench_engine.describe(engine)
+            result |= bench_engine.bench_steps(engine, batch=arguments.batch)
+            if not arguments.json:
+                bench_engine.print_steps(result)
+            print(json.dumps(result))
+            return
         if engine.tokenizer is None:
             raise ValueError("--model: expected a model with a tokenizer, got one without")
         if arguments.what == "online":
@@ -673,7 +682,7 @@ def _run_bench_engine(arguments: argparse.Namespace) -> None:
 
 def _run_bench(arguments: argparse.Namespace) -> None:
     """Time the cache, the kernels, or whole workloads beside other programs."""
-    if arguments.what in ("offline", "online"):
+    if arguments.what in ("steps", "offline", "online"):
         _run_bench_engine(arguments)
         return
     if arguments.what == "kernel":

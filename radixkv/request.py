@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """A piece of one sample, as it comes.
 
     Attributes:
@@ -283,7 +282,8 @@ class Request:
     def _emit(self, delta: Delta) -> None:
         if self._record:
             self._deltas.append(delta)
-            self._notify()
+            if self._listeners:
+                self._notify()
 
     def _notify(self) -> None:
         for callback in self._listeners:
