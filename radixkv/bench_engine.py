@@ -26,12 +26,13 @@ from typing import Any
 
 import torch
 
-from radixkv import engine as engine_module
+import radixkv.engine
 from radixkv.config import BeamParams, SamplingParams
 from radixkv.demo import describe
 from radixkv.engine import Engine
 
 Progress = Callable[[str], None]
+_engine_module: Any = radixkv.engine
 
 
 @dataclass(frozen=True)
@@ -605,9 +606,9 @@ def bench_steps(engine: Engine, *, batch: int = 16, num_steps: int = 64) -> dict
 
         return run
 
-    forward, draw = engine._runner.forward, engine_module.sample
+    forward, draw = engine._runner.forward, _engine_module.sample
     engine._runner.forward = timed("model", forward)  # type: ignore[method-assign]
-    engine_module.sample = timed("sampling", draw)
+    _engine_module.sample = timed("sampling", draw)
     rows: list[tuple[float, ...]] = []
     try:
         for _ in range(num_steps):
@@ -619,7 +620,7 @@ def bench_steps(engine: Engine, *, batch: int = 16, num_steps: int = 64) -> dict
             rows.append((step, inside["model"], inside["sampling"], rest, rest / step))
     finally:
         engine._runner.forward = forward  # type: ignore[method-assign]
-        engine_module.sample = draw
+        _engine_module.sample = draw
     while engine._live:
         engine.step()
     step, model, sampling, rest, share = (median(column) for column in zip(*rows, strict=True))

@@ -645,8 +645,9 @@ def _run_bench_engine(arguments: argparse.Namespace) -> None:
     with load_engine(arguments.model, KVConfig(dtype=arguments.kv_dtype)) as engine:
         if arguments.what == "steps":
             require_int("--batch", arguments.batch, 1)
-            result = bench_engine.describe(engine)
-            result |= bench_engine.bench_steps(engine, batch=arguments.batch)
+            from radixkv.demo import describe
+
+            result = describe(engine) | bench_engine.bench_steps(engine, batch=arguments.batch)
             if not arguments.json:
                 bench_engine.print_steps(result)
             print(json.dumps(result))
