@@ -14,14 +14,11 @@ from radixkv.models import prepare_small_model
 STOCK = {"flour": 12, "salt": 3, "yeast": 0}
 INTRO = """A storekeeper looks things up, one call a line, until all is known.
 
-Task: sugar, tea
+Task: sugar, tea, rice
 Call: count("sugar")
 Result: 7
 Call: count("tea")
 Result: 2
-Call: done()
-
-Task: rice
 Call: count("rice")
 Result: 5
 Call: done()

@@ -1,10 +1,12 @@
-"""Whole workloads, end to end: behind `radixkv bench offline` and `radixkv bench online`.
+"""Whole workloads, end to end: behind `radixkv bench offline`, `online` and `steps`.
 
 Offline: five workloads that reuse prefixes, on this engine and on what else is installed, in
 turn, so that other work on the machine meets all alike. Every program gets the same token ids
 and makes the same number of new tokens (end tokens are ignored), each from an empty cache.
 
-Online: requests that arrive at random times, at a rate, over one document and its questions.
+Online: requests that arrive at random times, at a rate, over four documents and their questions.
+
+Steps: where the time of one decode step goes: the model, drawing tokens, bookkeeping.
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ from typing import Any
 
 import torch
 
+import radixkv.engine
 from radixkv.config import BeamParams, SamplingParams
 from radixkv.demo import describe
 from radixkv.engine import Engine
 
 Progress = Callable[[str], None]
+_engine_module: Any = radixkv.engine
 
 
 @dataclass(frozen=True)
@@ -571,6 +575,65 @@ def _percentiles(name: str, values: list[float]) -> dict[str, float]:
     }
 
 
+# -- steps ---------------------------------------------------------------------------------------
+
+
+def bench_steps(engine: Engine, *, batch: int = 16, num_steps: int = 64) -> dict[str, Any]:
+    """Time decode steps of ``batch`` samples of as many prompts, and what is inside them.
+
+    Returns:
+        Medians of a step in milliseconds: ``step_ms``, ``model_ms`` (the forward pass),
+        ``sampling_ms``, ``bookkeeping_ms`` (all else: scheduling, pages, building the batch,
+        delivery; in CPU time of the thread that steps, so that other work on the machine does not
+        count), and ``bookkeeping_share`` of the step.
+    """
+    rng = random.Random(0)
+    for i in range(batch):
+        ids = rng.choices(range(min(1000, engine.vocab_size)), k=64)
+        engine.submit(ids, max_new_tokens=num_steps + 8, seed=i, ignore_eos=True)
+    while engine._inbox or any(seq.num_pending > 1 for seq in engine._scheduler.running):
+        engine.step()
+    inside = {"model": 0.0, "sampling": 0.0, "cpu": 0.0}
+
+    def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            start, cpu = time.perf_counter(), time.thread_time()
+            try:
+                return call(*args)
+            finally:
+                inside["cpu"] += time.thread_time() - cpu
+                inside[name] += time.perf_counter() - start
+
+        return run
+
+    forward, draw = engine._runner.forward, _engine_module.sample
+    engine._runner.forward = timed("model", forward)  # type: ignore[method-assign]
+    _engine_module.sample = timed("sampling", draw)
+    rows: list[tuple[float, ...]] = []
+    try:
+        for _ in range(num_steps):
+            inside.update(model=0.0, sampling=0.0, cpu=0.0)
+            start, cpu = time.perf_counter(), time.thread_time()
+            engine.step()
+            rest = time.thread_time() - cpu - inside["cpu"]
+            step = time.perf_counter() - start
+            rows.append((step, inside["model"], inside["sampling"], rest, rest / step))
+    finally:
+        engine._runner.forward = forward  # type: ignore[method-assign]
+        _engine_module.sample = draw
+    while engine._live:
+        engine.step()
+    step, model, sampling, rest, share = (median(column) for column in zip(*rows, strict=True))
+    return {
+        "batch": batch,
+        "step_ms": 1e3 * step,
+        "model_ms": 1e3 * model,
+        "sampling_ms": 1e3 * sampling,
+        "bookkeeping_ms": 1e3 * rest,
+        "bookkeeping_share": share,
+    }
+
+
 # -- for people ----------------------------------------------------------------------------------
 
 
@@ -631,3 +694,18 @@ def print_online(result: dict[str, Any]) -> None:
         f"{result['new_tokens_per_s']:.1f} a second; {result['hit_rate']:.1%} of "
         f"{result['prompt_tokens']:,} prompt tokens from the cache"
     )
+
+
+def print_steps(result: dict[str, Any]) -> None:
+    """Show a result of `bench_steps` as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"A decode step of {result['batch']} samples, {result['hardware']}")
+    table.add_column("part")
+    table.add_column("ms, median", justify="right")
+    for name in ("step", "model", "sampling", "bookkeeping"):
+        table.add_row(name, f"{result[f'{name}_ms']:.2f}")
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(f"bookkeeping: {result['bookkeeping_share']:.1%} of a step")

@@ -569,9 +569,9 @@ def _print_quality(report: dict[str, Any]) -> None:
 def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
-        choices=("cache", "kernel", "offline", "online"),
-        help="the cache by itself, the kernels, whole workloads beside other programs, or "
-        "requests that arrive at random",
+        choices=("cache", "kernel", "steps", "offline", "online"),
+        help="the cache by itself, the kernels, the parts of a step, whole workloads beside "
+        "other programs, or requests that arrive at random",
     )
     parser.add_argument(
         "--trace",
@@ -598,7 +598,8 @@ def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ids", choices=("list", "array"), default="list", help="as given (list)")
 
-    engine = parser.add_argument_group("offline and online")
+    engine = parser.add_argument_group("steps, offline and online")
+    engine.add_argument("--batch", type=int, default=16, help="samples in a step (16)")
     engine.add_argument("--model", help="as of generate")
     engine.add_argument("--quick", action="store_true", help="a twentieth of each length, once")
     engine.add_argument("--seed", type=int, default=0, help="of prompts and arrivals (0)")
@@ -622,6 +623,15 @@ def _run_bench_engine(arguments: argparse.Namespace) -> None:
     require_int("--repeats", arguments.repeats, 1)
     kv_dtype = (arguments.kv_dtype or ["int8"])[-1]
     with load_engine(arguments.model, KVConfig(dtype=kv_dtype)) as engine:
+        if arguments.what == "steps":
+            require_int("--batch", arguments.batch, 1)
+            from radixkv.demo import describe
+
+            result = describe(engine) | bench_engine.bench_steps(engine, batch=arguments.batch)
+            if not arguments.json:
+                bench_engine.print_steps(result)
+            print(json.dumps(result))
+            return
         if engine.tokenizer is None:
             raise ValueError("--model: expected a model with a tokenizer, got one without")
         if arguments.what == "online":
@@ -653,7 +663,7 @@ def _run_bench_engine(arguments: argparse.Namespace) -> None:
 
 def _run_bench(arguments: argparse.Namespace) -> None:
     """Time the cache, the kernels, or whole workloads beside other programs."""
-    if arguments.what in ("offline", "online"):
+    if arguments.what in ("steps", "offline", "online"):
         _run_bench_engine(arguments)
         return
     if arguments.what == "kernel":

@@ -292,7 +292,8 @@ class Request:
     def _emit(self, delta: Delta) -> None:
         if self._record:
             self._deltas.append(delta)
-            self._notify()
+            if self._listeners:
+                self._notify()
 
     def _notify(self) -> None:
         for callback in self._listeners:

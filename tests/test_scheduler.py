@@ -7,7 +7,6 @@ the pages. A wrong, stale or freed page changes what it says, or fails its own c
 from __future__ import annotations
 
 import random
-import time
 import types
 from typing import Any
 
@@ -18,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixkv import BeamParams, CapacityError, Engine, KVConfig, KVSpec, SamplingParams
+from radixkv.bench_engine import bench_steps
 from radixkv.model import ModelRunner
 from radixkv.reference import read_rows
 
@@ -237,16 +237,8 @@ def test_bookkeeping_of_a_step_is_small() -> None:
     """Not a timed test of the machine: a bound far above what is seen, to catch a blow-up."""
     with fake_engine(4096, 16) as engine:
         engine._runner.checks = False  # type: ignore[attr-defined]
-        rng = random.Random(0)
-        for i in range(64):
-            prompt = rng.choices(range(3), k=200)
-            engine.submit(prompt, max_new_tokens=60, ignore_eos=True, seed=i)
-        while engine._inbox or any(s.num_pending > 1 for s in engine._scheduler.running):
-            engine.step()
-        times = []
-        for _ in range(20):
-            start = time.perf_counter()
-            engine.step()
-            times.append(time.perf_counter() - start)
-        print(f"step at batch 64 without a model: median {np.median(times) * 1e3:.2f} ms")
-        assert np.median(times) < 0.1
+        times = bench_steps(engine, batch=64, num_steps=40)
+        print(f"batch 64 without a model: {times}")
+        assert times["bookkeeping_ms"] < 50
+        assert times["bookkeeping_ms"] < times["step_ms"]
+        check_idle(engine)
