@@ -77,6 +77,7 @@ IMPORT_ORDER = [
     "bench_cache",
     "bench_kernel",
     "demo",
+    "bench_step",
     "quality",
     "memory",
     "cli",
