@@ -370,6 +370,16 @@ def _add_integers(b: Any, x: Any, y: Any) -> Any:
     return b.add(x, y)
 
 
+def _round_to_integers(b: Any, x: Any) -> Any:
+    """int32 lanes, half to even; in range."""
+    if LANES != 8:
+        return b.fptosi(_call(b, "rint", _VF, x), _VI)
+    function = cgutils.get_or_insert_function(
+        b.module, ir.FunctionType(_VI, [_VF]), "llvm.x86.avx.cvt.ps2dq.256"
+    )
+    return b.call(function, [x])
+
+
 def _exp(b: Any, x: Any) -> Any:
     """Raise e to x <= 0, within 2 units in the last place; exactly 0 below -87; NaN stays NaN."""
     clamped = _max(b, _const(-87.0), x)  # in this order a NaN passes
@@ -905,34 +915,29 @@ def _score_pairs(
 
         per_batch = max(1, LANES // keys)  # queries whose sums fill a vector
         lanes = [lane % keys for lane in range(LANES)]
+        num_spans = len(spans)
         for start, count in _query_chunks(num_queries):
             batches = range(0, count, per_batch)
             blocks: list[Any] = [None] * len(batches)
-            whole: dict[int, list[Any]] = {}  # the integer sums of scale groups
-            for n in range(len(spans) // halves):
-                stored = [read(p, n) for p in pointers]
-                for half in range(halves):
-                    span = halves * n + half
-                    group = spans[span][2]
-                    parts = whole.setdefault(group, [None] * (count * keys))
+            for group in range(num_groups(f, dim)):
+                # The group's exact sums, over all lanes, before they meet floats.
+                sums: list[Any] = [None] * (count * keys)
+                for span in (n for n in range(num_spans) if spans[n][2] == group):
+                    stored = [read(p, span // halves)[span % halves] for p in pointers]
                     for g in range(count):
-                        place = 4 * LANES * ((start + g) * len(spans) + span)
-                        query = _load(b, q, place, words)
+                        query = _load(b, q, 4 * LANES * ((start + g) * num_spans + span), words)
                         for i in range(keys):
                             at = g * keys + i
-                            parts[at] = _multiply_pairs(b, parts[at], stored[i][half], query)
-                    if any(other[2] == group for other in spans[span + 1 :]):
-                        continue
-                    parts = whole.pop(group)
-                    scale = None
-                    if f == INT4:
-                        at_group = b.add(scales, b.mul(line, ir.Constant(_I64, group)))
-                        scale = _load(b, _pointer(b, at_group), 0, ir.VectorType(_F32, keys))
-                        scale = _shuffle(b, scale, scale, lanes)
-                    for k, first in enumerate(batches):
-                        batch = parts[first * keys : (first + per_batch) * keys]
-                        real = b.sitofp(_fold_each(b, batch, _add_integers), _VF)
-                        blocks[k] = _add_scaled(b, blocks[k], real, scale)
+                            sums[at] = _multiply_pairs(b, sums[at], stored[i], query)
+                scale = None
+                if f == INT4:
+                    at_group = b.add(scales, b.mul(line, ir.Constant(_I64, group)))
+                    scale = _load(b, _pointer(b, at_group), 0, ir.VectorType(_F32, keys))
+                    scale = _shuffle(b, scale, scale, lanes)
+                for k, first in enumerate(batches):
+                    batch = sums[first * keys : (first + per_batch) * keys]
+                    real = b.sitofp(_fold_each(b, batch, _add_integers), _VF)
+                    blocks[k] = _add_scaled(b, blocks[k], real, scale)
             for block, first in zip(blocks, batches, strict=True):
                 for g in range(min(per_batch, count - first)):
                     number = ir.Constant(_I64, start + first + g)
@@ -951,20 +956,38 @@ def _add_scaled(b: Any, total: Any, values: Any, scale: Any) -> Any:
 
 
 @intrinsic
-def _products(typingctx: Any, target: Any, x: Any, y: Any, num_vectors: Any):
-    """target[:] = x[:] * y[:]; the largest size of them."""
+def _largest_product(typingctx: Any, x: Any, y: Any, num_vectors: Any):
+    """The largest of x[:] * y[:], or 0."""
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        target, x, y = (_pointer(b, a) for a in args[:3])
+        x, y = _pointer(b, args[0]), _pointer(b, args[1])
         best = cgutils.alloca_once_value(b, _const(0.0))
-        with _each(b, args[3]) as loop:
+        with _each(b, args[2]) as loop:
             at = b.mul(loop.index, ir.Constant(_I64, 4 * LANES))
             product = b.fmul(_load(b, x, at, _VF), _load(b, y, at, _VF))
-            _store(b, product, target, at)
-            b.store(_max(b, _call(b, "fabs", _VF, product), b.load(best)), best)
+            b.store(_max(b, product, b.load(best)), best)
         return _fold(b, b.load(best), _max)
 
-    return types.float32(*[types.int64] * 4), codegen
+    return types.float32(*[types.int64] * 3), codegen
+
+
+@intrinsic(prefer_literal=True)
+def _largest_scales(typingctx: Any, count: Any, source: Any, line: Any, target: Any, num: Any):
+    """target[:] = the largest size in ``count`` rows, ``line`` bytes apart, of ``num`` vectors."""
+    height = _literal(count)
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        source, target = _pointer(b, args[1]), _pointer(b, args[3])
+        with _each(b, args[4]) as loop:
+            at = b.mul(loop.index, ir.Constant(_I64, 4 * LANES))
+            best = _const(0.0)
+            for i in range(height):
+                place = b.add(at, b.mul(args[2], ir.Constant(_I64, i)))
+                best = _max(b, _call(b, "fabs", _VF, _load(b, source, place, _VF)), best)
+            _store(b, best, target, at)
+        return context.get_dummy_value()
+
+    return types.void(count, *[types.int64] * 4), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -975,13 +998,26 @@ def _split_scales(typingctx: Any, count: Any, source: Any, target: Any, line: An
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         source, target, line, num = args[1:]
         source, target = _pointer(b, source), _pointer(b, target)
+
+        def columns(place: Any) -> list[Any]:
+            if width % 2:
+                codes = _load(b, source, place, ir.VectorType(_I16, LANES * width))
+                parts = [
+                    _shuffle(b, codes, codes, range(i, LANES * width, width)) for i in range(width)
+                ]
+                return [b.bitcast(b.shl(b.zext(p, _VI), _const(16, _VI)), _VF) for p in parts]
+            # Two by two, as the halves of int32: a shuffle of those is one instruction.
+            half = width // 2
+            codes = _load(b, source, place, ir.VectorType(_I32, LANES * half))
+            pairs = [_shuffle(b, codes, codes, range(i, LANES * half, half)) for i in range(half)]
+            high, low = _const(-(1 << 16), _VI), _const(16, _VI)
+            bits = [half for pair in pairs for half in (b.shl(pair, low), b.and_(pair, high))]
+            return [b.bitcast(each, _VF) for each in bits]
+
         whole = b.sdiv(num, ir.Constant(_I64, LANES))
         with cgutils.for_range(b, whole) as loop:
             place = b.mul(loop.index, ir.Constant(_I64, 2 * LANES * width))
-            codes = _load(b, source, place, ir.VectorType(_I16, LANES * width))
-            for i in range(width):
-                mine = _shuffle(b, codes, codes, range(i, LANES * width, width))
-                real = b.bitcast(b.shl(b.zext(mine, _VI), _const(16, _VI)), _VF)
+            for i, real in enumerate(columns(place)):
                 at = b.mul(loop.index, ir.Constant(_I64, 4 * LANES))
                 _store(b, real, target, b.add(at, b.mul(line, ir.Constant(_I64, i))))
         start = b.mul(whole, ir.Constant(_I64, LANES))
@@ -1010,21 +1046,26 @@ def _ask_for(typingctx: Any, address: Any):
 
 
 @intrinsic
-def _quantize_weights(typingctx: Any, source: Any, target: Any, factor: Any, num_vectors: Any):
-    """target[:] (int16) = round(source[:] * factor); their sum."""
+def _quantize_weights(
+    typingctx: Any, source: Any, scales: Any, factor: Any, target: Any, num_vectors: Any
+):
+    """target[:] (int16) = round(source[:] * factor * scales[:]); their sum."""
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        source, target, factor = _pointer(b, args[0]), _pointer(b, args[1]), _splat(b, args[2])
+        source, scales, target = (_pointer(b, args[i]) for i in (0, 1, 3))
+        factor = _splat(b, args[2])
         total = cgutils.alloca_once_value(b, _const(0, _VI))
-        with _each(b, args[3]) as loop:
-            x = _load(b, source, b.mul(loop.index, ir.Constant(_I64, 4 * LANES)), _VF)
-            codes = b.fptosi(_call(b, "rint", _VF, b.fmul(x, factor)), _VI)
+        with _each(b, args[4]) as loop:
+            at = b.mul(loop.index, ir.Constant(_I64, 4 * LANES))
+            x = b.fmul(b.fmul(_load(b, source, at, _VF), factor), _load(b, scales, at, _VF))
+            codes = _round_to_integers(b, x)
             b.store(b.add(b.load(total), codes), total)
             codes = b.trunc(codes, ir.VectorType(_I16, LANES))
             _store(b, codes, target, b.mul(loop.index, ir.Constant(_I64, 2 * LANES)))
         return _fold(b, b.load(total), _add_integers)
 
-    return types.int32(types.int64, types.int64, types.float32, types.int64), codegen
+    i64, f32 = types.int64, types.float32
+    return types.int32(i64, i64, f32, i64, i64), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -1445,21 +1486,23 @@ def _product(
 
 
 @intrinsic(prefer_literal=True)
-def _count_non_finite(typingctx: Any, head_dim: Any, row: Any):
-    """1 if any element of a float32 row is NaN or Inf, else 0."""
+def _count_non_finite(typingctx: Any, head_dim: Any, row: Any, row_bytes: Any, num_rows: Any):
+    """1 if any element of ``num_rows`` float32 rows is NaN or Inf, else 0."""
     dim = _literal(head_dim)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        row = _pointer(b, args[1])
-        zeros = None
-        for first, count in _pieces(dim):  # x - x is 0 for finite x, NaN for NaN and Inf
-            x = _load_floats(b, row, 4 * first, count)
-            nothing = b.fsub(x, x)
-            zeros = nothing if zeros is None else b.fadd(zeros, nothing)
-        bad = b.fcmp_unordered("uno", _fold(b, zeros, _add), ir.Constant(_F32, 0.0))
-        return b.zext(bad, _I64)
+        # x - x is 0 for finite x, NaN for NaN and Inf; lanes are folded once, at the end.
+        sums = [cgutils.alloca_once_value(b, _const(0.0)) for _ in range(2)]
+        with cgutils.for_range(b, args[3]) as loop:
+            row = _pointer(b, b.add(args[1], b.mul(loop.index, args[2])))
+            for i, (first, count) in enumerate(_pieces(dim)):
+                x = _load_floats(b, row, 4 * first, count)
+                place = sums[i % 2]
+                b.store(b.fadd(b.load(place), b.fsub(x, x)), place)
+        zeros = _fold(b, b.fadd(*(b.load(place) for place in sums)), _add)
+        return b.zext(b.fcmp_unordered("uno", zeros, ir.Constant(_F32, 0.0)), _I64)
 
-    return types.int64(head_dim, types.int64), codegen
+    return types.int64(head_dim, *[types.int64] * 3), codegen
 
 
 def _encode_fp8(b: Any, fmt: int, x: Any) -> Any:
@@ -1962,7 +2005,7 @@ def _sum_panels(
 
 @intrinsic
 def _weigh(typingctx: Any, target: Any, largest: Any, factors: Any, num_vectors: Any, total: Any):
-    """`_exponentiate`, then `_products` with ``factors``, in one pass; the largest product.
+    """`_exponentiate`, and `_largest_product` with ``factors``, in one pass.
 
     ``total`` is the address that gets the sum of the exponentials.
     """
@@ -1975,8 +2018,8 @@ def _weigh(typingctx: Any, target: Any, largest: Any, factors: Any, num_vectors:
             at = b.mul(loop.index, ir.Constant(_I64, 4 * LANES))
             p = _exp(b, b.fsub(_load(b, target, at, _VF), largest))
             b.store(b.fadd(b.load(total), p), total)
+            _store(b, p, target, at)
             product = b.fmul(p, _load(b, factors, at, _VF))
-            _store(b, product, target, at)
             b.store(_max(b, product, b.load(best)), best)
         _store(b, _fold(b, b.load(total), _add), _pointer(b, args[4]), 0)
         return _fold(b, b.load(best), _max)
@@ -2044,7 +2087,7 @@ def _decode_layout(
         "scores": group * line,
         "k_factors": max(1, num_scales(k_fmt, k_dim)) * line,
         "v_factors": max(1, num_scales(v_fmt, v_dim)) * line,
-        "spare": line,
+        "v_largest": line if v_split else 0,
         "weights": group * v_groups * line // 2,
         "k_runs": 8 * (SPLIT + PREFETCH_TOKENS),
         "v_runs": 8 * (SPLIT + PREFETCH_TOKENS),
@@ -2091,8 +2134,8 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
     lanes, split_tokens, first_counter = LANES, SPLIT, COUNTERS
     most_ahead, chunk_tokens = PREFETCH_TOKENS, CHUNK
     at, _ = _decode_layout(k_fmt, v_fmt, k_dim, v_dim, group)
-    at_row, at_q, at_acc, at_scores, at_spare = (
-        at[n] for n in ("row", "q", "acc", "scores", "spare")
+    at_row, at_q, at_acc, at_scores, at_v_largest = (
+        at[n] for n in ("row", "q", "acc", "scores", "v_largest")
     )
     at_k_factors, at_v_factors, at_weights = at["k_factors"], at["v_factors"], at["weights"]
     at_k_runs, at_v_runs, at_lens = at["k_runs"], at["v_runs"], at["lens"]
@@ -2106,7 +2149,7 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
         k_factors, v_factors = memory + at_k_factors, memory + at_v_factors
         k_runs, v_runs, lens = memory + at_k_runs, memory + at_v_runs, memory + at_lens
         weights, worth, offsets = memory + at_weights, memory + at_worth, memory + at_offsets
-        q_scales, spare = memory + at_q_scales, memory + at_spare
+        q_scales, v_largest = memory + at_q_scales, memory + at_v_largest
         k_rows, v_rows = memory + at_k_rows, memory + at_v_rows
         page_size = args.page_size
         ahead = max(1, most_ahead // page_size)
@@ -2224,6 +2267,9 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
                 if v_one or v_split:
                     for n in range(v_scales):
                         _clear_around(v_factors + n * line, low - origin, high - origin)
+                if v_split:
+                    vectors = (high - origin + lanes - 1) // lanes
+                    _largest_scales(v_scales, v_factors, line, v_largest, vectors)
                 for query in range(num_queries):
                     pos = first_pos + query
                     start, end = origin, min(origin + split_tokens, pos + 1)
@@ -2358,17 +2404,19 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
                         if num > 0:
                             total = _exponentiate(mine, largest, num_vectors)
                         if v_pairs:
+                            heaviest = _largest_product(
+                                mine, v_largest if v_split else v_factors, num_vectors
+                            )
+                            factor = np.float32(0.0)
+                            if heaviest > 0:
+                                factor = np.float32(32767.0) / heaviest
                             for n in range(v_groups):
                                 number_of_row = g * v_groups + n
-                                scales = v_factors + n * line
-                                heaviest = _products(spare, mine, scales, num_vectors)
-                                factor = np.float32(0.0)
-                                if heaviest > 0:
-                                    factor = np.float32(32767.0) / heaviest
                                 whole = _quantize_weights(
-                                    spare,
-                                    weights + number_of_row * (line // 2),
+                                    mine,
+                                    v_factors + n * line,
                                     factor,
+                                    weights + number_of_row * (line // 2),
                                     num_vectors,
                                 )
                                 _put_f32(worth, number_of_row, heaviest / np.float32(32767.0))
@@ -2516,7 +2564,7 @@ def _shared_layout(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> tuple[dict
         "v_rows": 8 * (SPLIT + PREFETCH_TOKENS),
         "k_factors": max(1, num_scales(k_fmt, k_dim)) * line,
         "v_factors": max(1, num_scales(v_fmt, v_dim)) * line,
-        "spare": line,
+        "v_largest": line,
         "scores": rows * line,
         "weights": rows * v_groups * line // 2,
         "worth": 4 * rows * v_groups,
@@ -2551,8 +2599,8 @@ def make_shared(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
     num_panels, num_blocks, num_pairs = SPLIT // _PANEL, SPLIT // 8, SPLIT // 2
     at, at_q = _shared_layout(k_fmt, v_fmt, k_dim, v_dim)
     at_row, at_words, at_k_rows, at_v_rows = (at[n] for n in ("row", "words", "k_rows", "v_rows"))
-    at_k_factors, at_v_factors, at_spare, at_scores, at_weights, at_worth = (
-        at[n] for n in ("k_factors", "v_factors", "spare", "scores", "weights", "worth")
+    at_k_factors, at_v_factors, at_v_largest, at_scores, at_weights, at_worth = (
+        at[n] for n in ("k_factors", "v_factors", "v_largest", "scores", "weights", "worth")
     )
     at_targets, at_nowhere = at["targets"], at["nowhere"]
     at_k_panels, at_v_panels, most_rows = at["k_panels"], at["v_panels"], SHARED_ROWS
@@ -2565,7 +2613,7 @@ def make_shared(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
         q_scales = q + (args.most_rows + tile_m) * q_width
         k_rows, v_rows = memory + at_k_rows, memory + at_v_rows
         k_factors, v_factors = memory + at_k_factors, memory + at_v_factors
-        spare, scores, weights = memory + at_spare, memory + at_scores, memory + at_weights
+        v_largest, scores, weights = memory + at_v_largest, memory + at_scores, memory + at_weights
         worth, targets = memory + at_worth, memory + at_targets
         nowhere, k_panels, v_panels = (
             memory + at_nowhere,
@@ -2638,6 +2686,8 @@ def make_shared(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
                         _put_i64(k_rows, t + i, k_page + i * k_row)
                         _put_i64(v_rows, t + i, v_page + i * v_row)
                     t += page_size
+                if v_split:
+                    _largest_scales(v_scales, v_factors, line, v_largest, vectors)
                 for i in range(ahead):
                     _put_i64(k_rows, split_tokens + i, _get_i64(v_rows, i))
                     _put_i64(v_rows, split_tokens + i, _get_i64(v_rows, split_tokens - 1))
@@ -2694,29 +2744,26 @@ def make_shared(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
                                 _put_f32(mine, i, _get_f32(mine, i) + bias)
                         for i in range(skipped):
                             _put_f32(mine, i, np.float32(-np.inf))
-                        largest, total = np.float32(-np.inf), np.float32(0.0)
+                        largest, heaviest = np.float32(-np.inf), np.float32(0.0)
                         if skipped < split_tokens:
                             largest = _largest(mine, vectors)
                         partial = _get_i64(targets, r) - 4 * lanes
                         if skipped == split_tokens:
                             _fill(mine, np.float32(0.0), vectors)
-                        elif v_split:
-                            total = _exponentiate(mine, largest, vectors)
-                            _put_f32(partial, 1, total)
+                        else:
+                            factors = v_largest if v_split else v_factors
+                            heaviest = _weigh(mine, largest, factors, vectors, partial + 4)
+                        factor = np.float32(0.0)
+                        if heaviest > 0:
+                            factor = np.float32(32767.0) / heaviest
                         for n in range(v_groups):
                             weight_row = r * v_groups + n
-                            scales = v_factors + n * line
-                            source = spare
-                            if v_split or skipped == split_tokens:
-                                heaviest = _products(spare, mine, scales, vectors)
-                            else:
-                                heaviest = _weigh(mine, largest, scales, vectors, partial + 4)
-                                source = mine
-                            factor = np.float32(0.0)
-                            if heaviest > 0:
-                                factor = np.float32(32767.0) / heaviest
                             _quantize_weights(
-                                source, weights + weight_row * half_line, factor, vectors
+                                mine,
+                                v_factors + n * line,
+                                factor,
+                                weights + weight_row * half_line,
+                                vectors,
                             )
                             _put_f32(worth, weight_row, heaviest / np.float32(32767.0))
                         _put_f32(partial, 0, largest)
@@ -2989,9 +3036,8 @@ def make_check(dim: int) -> Any:
                 slot = _get_i64(args.slots, token)
                 if slot < 0 or slot >= num_slots:
                     _put_i64(args.counters, 2, slot + (1 if slot >= 0 else 0))
-                for head in range(args.num_kv_heads):
-                    row = args.q + 4 * (token * args.q_token + head * args.q_head)
-                    bad += _count_non_finite(dim, row)
+                row = args.q + 4 * token * args.q_token
+                bad += _count_non_finite(dim, row, 4 * args.q_head, args.num_kv_heads)
             if bad > 0:
                 _put_i64(args.counters, 3, bad)
 

@@ -128,9 +128,9 @@ def _run_demo(arguments: argparse.Namespace) -> None:
     """Ask a real model about one document, sample and beam search, all from one cache."""
     from rich.console import Console
 
-    from radixkv.demo import run_demo
+    from radixkv.demo import PAGE_SIZE, run_demo
 
-    config = KVConfig(dtype=arguments.kv_dtype, capacity=arguments.capacity)
+    config = KVConfig(dtype=arguments.kv_dtype, capacity=arguments.capacity, page_size=PAGE_SIZE)
     with load_engine(arguments.model, config) as engine:
         figures = run_demo(engine, Console(quiet=arguments.json, highlight=False))
     if arguments.json:

@@ -30,6 +30,8 @@ STORY = "Describe the mill in one sentence."
 NUM_SAMPLES = 8
 BEAM_WIDTH = 4
 ANSWER_TOKENS = 32
+# Nineteen short branches end in a part-filled page each: with pages of 16 that is 5 % of all slots.
+PAGE_SIZE = 8
 SENTENCE_ENDS = (". ", ".\n")  # a small model's second sentence is seldom as true as its first
 
 Chat = list[dict[str, str]]

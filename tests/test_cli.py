@@ -16,6 +16,7 @@ import torch
 import radixkv
 from radixkv import KVSpec, PrefixCache, cli
 from radixkv.config import KV_DTYPES, KVConfig
+from radixkv.demo import PAGE_SIZE
 from radixkv.models import prepare_small_model
 
 GEOMETRY = ["--layers", "2", "--kv-heads", "3", "--head-dim", "8", "--dtype", "float32"]
@@ -231,9 +232,10 @@ def test_the_demo_shows_that_the_document_is_read_once(capsys):
         assert row["answer"].strip()
     assert figures["second_question_sooner"] >= 8
     samples, beams, cache = figures["samples"], figures["beams"], figures["cache"]
-    shared_pages = samples["prompt_tokens"] // 16
+    shared_pages = samples["prompt_tokens"] // PAGE_SIZE
     tails = [
-        -(-(samples["prompt_tokens"] + new) // 16) - shared_pages for new in samples["new_tokens"]
+        -(-(samples["prompt_tokens"] + new) // PAGE_SIZE) - shared_pages
+        for new in samples["new_tokens"]
     ]
     assert samples["pages_held"] <= shared_pages + 1 + sum(tails)
     assert beams["cached_tokens"] == beams["prompt_tokens"] - 1
@@ -241,6 +243,7 @@ def test_the_demo_shows_that_the_document_is_read_once(capsys):
     assert len(scores) == 4
     assert scores == sorted(scores, reverse=True)
     assert cache["pages_free"] + cache["pages_cached"] == cache["pages_total"]
+    assert cache["utilization"] >= 0.96
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]])

@@ -86,6 +86,7 @@ IMPORT_ORDER = [
     "bench_linear",
     "bench_snapshot",
     "demo",
+    "bench_step",
     "quality",
     "memory",
     "bench_engine",

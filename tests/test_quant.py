@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixkv import KVConfig, KVSpec, PrefixCache
+from radixkv import KVConfig, KVSpec, PrefixCache, demo
 from radixkv.batch import Run, build_batch
 from radixkv.engine import Engine
 from radixkv.model import ModelRunner
@@ -149,6 +149,29 @@ def test_pages_hold_so_many_times_the_tokens_of_bfloat16(name, times):
     spec = KVSpec(num_layers=1, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
     plain = KVCodec(spec, KVConfig(dtype="model")).bytes_per_token
     assert plain / KVCodec(spec, KVConfig(dtype=name)).bytes_per_token >= times
+
+
+def test_used_pages_are_full_on_the_demos_load():
+    """Five questions with answers, samples and beams after one document, by token counts."""
+    config = KVConfig(page_size=demo.PAGE_SIZE, capacity="4MiB")
+    spec = KVSpec(num_layers=1, num_kv_heads=1, head_dim=8)
+    cache = PrefixCache(spec, config, backend="torch")
+    fresh = iter(range(10_000, 100_000))
+
+    def put(prefix: list[int], num_new: int) -> list[int]:
+        ids = [*prefix, *(next(fresh) for _ in range(num_new))]
+        with cache.acquire(ids) as lease:
+            lease.mark_written()
+            lease.commit()
+        return ids
+
+    document = list(range(1484))
+    for num_new in (29, 28, 28, 27, 30):
+        put(document, num_new)
+    prompt = put(document, 13)
+    for num_new in (20, 25, 28, 29, 30, 30, 31, 31, *[31] * demo.BEAM_WIDTH):
+        put(prompt, num_new)
+    assert cache.stats().utilization >= 0.96
 
 
 # attention over pages against float64 over the rows themselves
