@@ -66,6 +66,7 @@ IMPORT_ORDER = [
     "cache",
     "batch",
     "linear",
+    "graphs",
     "model",
     "text",
     "guided",
