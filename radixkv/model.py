@@ -504,11 +504,10 @@ class ModelRunner:
             return logits if self._keeps_logits else logits[batch.logit_rows]
 
         if self._capture is not None and backend.name == "triton" and is_decode(batch):
-            known = cache.__dict__.setdefault("_decode_graphs", {})
-            if id(self) not in known:
-                known[id(self)] = DecodeGraphs(compute, self._capture)
+            known: dict[int, DecodeGraphs] = cache.__dict__.setdefault("_decode_graphs", {})
+            graphs = known.setdefault(id(self), DecodeGraphs(compute, self._capture))
             with torch.inference_mode():
-                logits = known[id(self)].run(batch)
+                logits = graphs.run(batch)
         else:
             logits = compute(batch)
         logits = logits.float()
