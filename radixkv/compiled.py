@@ -255,7 +255,7 @@ def _wide_loads(job: CompileJob) -> int:
     row_bytes = codec.k_format.code_width * codec.k_format.code_dtype.itemsize
     if row_bytes % 16:
         return 0  # such rows (int4 of head_dim 80) cannot be read so
-    thread_bytes = 16 * tile.num_warps * TARGETS[job.target].warp_size
+    thread_bytes: int = 16 * tile.num_warps * TARGETS[job.target].warp_size
     count = 2 * (tile.block_n * row_bytes // thread_bytes)
     if job.kv_dtype == "int4":  # whose queries are float32 rows read in halves
         count += tile.block_m * job.head_dim * 4 // thread_bytes

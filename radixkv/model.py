@@ -8,6 +8,7 @@ any other call of the model goes on to its native attention, so the model stays 
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import threading
 import warnings
@@ -15,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ from radixkv.batch import Batch, Run, build_batch
 from radixkv.cache import PrefixCache
 from radixkv.config import KVConfig
 from radixkv.errors import NonFiniteError, UnsupportedModelError
+from radixkv.graphs import Capture, DecodeGraphs, capture_cuda, is_decode
 from radixkv.linear import steady
 from radixkv.quant import KVCodec, KVSpec
 from radixkv.reference import ScoreRule, attend_dense, rotate_rows
@@ -342,6 +344,9 @@ class ModelRunner:
         self.max_positions = max_positions(model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._rules: dict[int, ScoreRule] = {}
+        # Not the default before it has been measured on a GPU.
+        wanted = self.device.type == "cuda" and os.environ.get("RADIXKV_CUDA_GRAPHS") == "1"
+        self._capture: Capture | None = capture_cuda if wanted else None
 
     @classmethod
     def load(cls, model: Any) -> ModelRunner:
@@ -554,6 +559,7 @@ class ModelRunner:
         served: list[int] = []
 
         def handler(
+            batch: Batch,
             module: torch.nn.Module,
             query: Tensor,
             key: Tensor,
@@ -580,19 +586,28 @@ class ModelRunner:
             rows = query[0].transpose(0, 1)
             return backend.paged_attention(codec, pages, rows, batch.attention, rule)[None]
 
-        keywords: dict[str, Any] = {"position_ids": batch.positions, "use_cache": False}
-        if self._keeps_logits:
-            keywords["logits_to_keep"] = batch.logit_rows
-        with torch.inference_mode(), attending(handler):
-            logits: Tensor = self.model(input_ids=batch.input_ids, **keywords).logits[0]
-        if len(served) != self.spec.num_layers:
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__}: {len(served)} of {self.spec.num_layers} layers "
-                f"attended over pages; was its attention implementation changed since the "
-                f"engine was made? Make the engine again"
-            )
-        if not self._keeps_logits:
-            logits = logits[batch.logit_rows]
+        def compute(batch: Batch) -> Tensor:
+            served.clear()
+            keywords: dict[str, Any] = {"position_ids": batch.positions, "use_cache": False}
+            if self._keeps_logits:
+                keywords["logits_to_keep"] = batch.logit_rows
+            with torch.inference_mode(), attending(partial(handler, batch)):
+                logits: Tensor = self.model(input_ids=batch.input_ids, **keywords).logits[0]
+            if len(served) != self.spec.num_layers:
+                raise UnsupportedModelError(
+                    f"{type(self.model).__name__}: {len(served)} of {self.spec.num_layers} layers "
+                    f"attended over pages; was its attention implementation changed since the "
+                    f"engine was made? Make the engine again"
+                )
+            return logits if self._keeps_logits else logits[batch.logit_rows]
+
+        if self._capture is not None and backend.name == "triton" and is_decode(batch):
+            known: dict[int, DecodeGraphs] = cache.__dict__.setdefault("_decode_graphs", {})
+            graphs = known.setdefault(id(self), DecodeGraphs(compute, self._capture))
+            with torch.inference_mode():
+                logits = graphs.run(batch)
+        else:
+            logits = compute(batch)
         logits = logits.float()
         backend.settle(codec)  # waits for the GPU, as what follows does
         # A row's largest is NaN or +inf if any is; -inf only if all are (some may be barred).

@@ -140,7 +140,8 @@ def _dot_dtype(kv_format: KVFormat, q_dtype: torch.dtype) -> Any:
 def _block(kv_format: KVFormat) -> int:
     """Columns of a tile of codes: at least what a tensor core takes."""
     width = kv_format.head_dim // (1 if kv_format.name == "model" else 2)
-    return max(16, triton.next_power_of_2(width))
+    columns: int = triton.next_power_of_2(width)
+    return max(16, columns)
 
 
 def write_constants(codec: KVCodec) -> dict[str, Any]:

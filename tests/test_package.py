@@ -70,6 +70,7 @@ IMPORT_ORDER = [
     "batch",
     "linear",
     "fingerprint",
+    "graphs",
     "model",
     "text",
     "guided",

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 
 if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
     collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what only a GPU can run where there is none."""
+    if not torch.cuda.is_available():
+        needing = [item for item in items if item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=needing)
+        items[:] = [item for item in items if item not in needing]
