@@ -334,7 +334,7 @@ def _read(
     if FORMAT == MODEL:
         codes = tl.load(place, mask=mask_d, other=0.0).to(DOT)
         return codes, codes, mask.to(tl.float32)
-    if FORMAT == INT4:
+    elif FORMAT == INT4:
         raw = tl.load(place, mask=mask_d, other=0).to(tl.uint16)
         low, high = _half_minus(raw & 15, 8).to(DOT), _half_minus(raw >> 4, 8).to(DOT)
         NUM: tl.constexpr = HEAD_DIM // GROUP
@@ -352,29 +352,31 @@ def _read(
             low = tl.reshape(low, (ROWS, NUM // 2, GROUP)) * scale_low[:, :, None]
             high = tl.reshape(high, (ROWS, NUM // 2, GROUP)) * scale_high[:, :, None]
             return tl.reshape(low, (ROWS, BLOCK)), tl.reshape(high, (ROWS, BLOCK)), factor
-        place_g = scale_ptr + row[:, None] * NUM + (offs // GROUP)[None, :]
-        scale_low = tl.load(place_g, mask=mask_d, other=0.0).to(tl.float32)
-        place_g = scale_ptr + row[:, None] * NUM + ((offs + WIDTH) // GROUP)[None, :]
-        scale_high = tl.load(place_g, mask=mask_d, other=0.0).to(tl.float32)
-        size = tl.maximum(tl.max(tl.abs(scale_low), 1), tl.max(tl.abs(scale_high), 1))
-        factor, inverse = _power_of_two(size)
-        low = low * (scale_low * inverse[:, None]).to(DOT)
-        high = high * (scale_high * inverse[:, None]).to(DOT)
-        return low, high, factor
-    raw = tl.load(place, mask=mask_d, other=0).to(tl.uint16, bitcast=True)
-    factor = tl.load(scale_ptr + row, mask=mask, other=0.0).to(tl.float32)
-    if FORMAT == INT8:
-        raw = raw ^ 0x8080
-        low, high = _half_minus(raw & 0xFF, 128), _half_minus(raw >> 8, 128)
-    elif FORMAT == FP8:
-        # The bits of half floats whose exponents are 8 too low: mended in the factor.
-        low = (((raw & 0x80) << 8) | ((raw & 0x7F) << 7)).to(tl.float16, bitcast=True)
-        high = ((raw & 0x8000) | ((raw & 0x7F00) >> 1)).to(tl.float16, bitcast=True)
-        factor = factor * 256.0
+        else:
+            place_g = scale_ptr + row[:, None] * NUM + (offs // GROUP)[None, :]
+            scale_low = tl.load(place_g, mask=mask_d, other=0.0).to(tl.float32)
+            place_g = scale_ptr + row[:, None] * NUM + ((offs + WIDTH) // GROUP)[None, :]
+            scale_high = tl.load(place_g, mask=mask_d, other=0.0).to(tl.float32)
+            size = tl.maximum(tl.max(tl.abs(scale_low), 1), tl.max(tl.abs(scale_high), 1))
+            factor, inverse = _power_of_two(size)
+            low = low * (scale_low * inverse[:, None]).to(DOT)
+            high = high * (scale_high * inverse[:, None]).to(DOT)
+            return low, high, factor
     else:
-        low = (raw << 8).to(tl.float16, bitcast=True)
-        high = (raw & 0xFF00).to(tl.float16, bitcast=True)
-    return low.to(DOT), high.to(DOT), factor
+        raw = tl.load(place, mask=mask_d, other=0).to(tl.uint16, bitcast=True)
+        factor = tl.load(scale_ptr + row, mask=mask, other=0.0).to(tl.float32)
+        if FORMAT == INT8:
+            raw = raw ^ 0x8080
+            low, high = _half_minus(raw & 0xFF, 128), _half_minus(raw >> 8, 128)
+        elif FORMAT == FP8:
+            # The bits of half floats whose exponents are 8 too low: mended in the factor.
+            low = (((raw & 0x80) << 8) | ((raw & 0x7F) << 7)).to(tl.float16, bitcast=True)
+            high = ((raw & 0x8000) | ((raw & 0x7F00) >> 1)).to(tl.float16, bitcast=True)
+            factor = factor * 256.0
+        else:
+            low = (raw << 8).to(tl.float16, bitcast=True)
+            high = (raw & 0xFF00).to(tl.float16, bitcast=True)
+        return low.to(DOT), high.to(DOT), factor
 
 
 @triton.jit
