@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from radixkv.cache import PrefixCache
 from radixkv.config import KVConfig, require_choice, require_int
 from radixkv.quant import KVSpec
-from radixkv.radix import TOKEN_BYTES, common_prefix, encode_tokens
+from radixkv.radix import Tokens, common_prefix, encode_tokens
 
 TokenIds = NDArray[np.int64]
 VOCABULARY = 50_000
@@ -144,26 +144,27 @@ class BruteForce:
     def __init__(self, capacity_tokens: int) -> None:
         self._capacity = capacity_tokens
         self._stored = 0
-        self._sequences: OrderedDict[bytes, None] = OrderedDict()
+        self._sequences: OrderedDict[bytes, Tokens] = OrderedDict()
 
     def request(self, prompt: Any, whole: Any) -> int:
         """Look the prompt up, store the whole; returns the tokens that matched."""
-        query = encode_tokens(prompt)[:-TOKEN_BYTES]
+        query = encode_tokens(prompt)[:-1]
         best, longest = None, -1
-        for known in self._sequences:
-            shared = common_prefix(known, query, 0)
+        for name, known in self._sequences.items():
+            shared = common_prefix(known, query)
             if shared > longest:
-                best, longest = known, shared
+                best, longest = name, shared
         if best is not None:
             self._sequences.move_to_end(best)
         tokens = encode_tokens(whole)
-        if tokens not in self._sequences:
-            self._sequences[tokens] = None
-            self._stored += len(tokens) // TOKEN_BYTES
+        name = tokens.tobytes()
+        if name not in self._sequences:
+            self._sequences[name] = tokens
+            self._stored += tokens.size
             while self._stored > self._capacity:
-                oldest, _ = self._sequences.popitem(last=False)
-                self._stored -= len(oldest) // TOKEN_BYTES
-        return max(longest, 0) // TOKEN_BYTES
+                _, oldest = self._sequences.popitem(last=False)
+                self._stored -= oldest.size
+        return max(longest, 0)
 
 
 def make_cache(capacity_tokens: int, page_size: int, eviction: str = "lru") -> PrefixCache:
@@ -268,13 +269,12 @@ def host_bytes_per_token(
     gc.collect()
     tracemalloc.start()
     try:
-        cache = make_cache(capacity_tokens, page_size)
         before = tracemalloc.get_traced_memory()[0]
-        pool_bytes = cache.pool.nbytes
+        cache = make_cache(capacity_tokens, page_size)
         for r in requests:
             request(cache, r.prompt, r.whole)
         gc.collect()
-        used = tracemalloc.get_traced_memory()[0] - before + pool_bytes
+        used = tracemalloc.get_traced_memory()[0] - before
         return used / max(1, cache.tree.num_tokens)
     finally:
         tracemalloc.stop()
