@@ -565,6 +565,11 @@ class World:
                 tails.append(self.page_size)
             fills += max(tails, default=0)
         assert stats.utilization == (fills / (len(owners) * self.page_size) if owners else 0.0)
+        assert sorted((repr(n.namespace), n.pages, n.tokens) for n in stats.namespaces) == sorted(
+            (repr(name), len(table), sum((len(key) - 1) % self.page_size + 1 for key in table))
+            for name, table in self.tree.items()
+            if table
+        )
         assert stats.lookups == self.counts["lookups"]
         assert stats.lookup_tokens == self.counts["lookup_tokens"]
         assert stats.hit_tokens == self.counts["hit_tokens"]

@@ -15,8 +15,9 @@ namespaces, which have children alone:
 
     counts  [NOTED + NUM_NOTED] int64: totals and settings; what a call found; then digests of
             the runs that were evicted last
-    links   [rows, 9] int32, by STATE to STANDS_FOR
-    keys    [rows, 4] int64, by LAST_ACCESS to EXPIRES: what eviction policies look at
+    links   [rows, 10] int32, by STATE to ROOT
+    keys    [rows, 4] int64, by LAST_ACCESS to EXPIRES: what eviction policies look at; of a
+            root: how many pages and tokens lie below it
     tokens  [rows * page_size] int32: the first FILL of each page
     queues  [2, num_pages + 2] int32: HEAP of evictable pages, from 1; FREE pages, a stack
     query   [>= num_tokens] int32: a sequence from its beginning
@@ -47,11 +48,13 @@ PARENT, CHILDREN, LEFT, RIGHT = 1, 2, 3, 4  # CHILDREN: the top of the treap of 
 FILL, DEPTH = 5, 6  # tokens in it; pages before it in its sequence
 QUEUED = 7  # where in the heap, 0 if not
 STANDS_FOR = 8  # the tree's page that this duplicate of it holds
-NUM_LINKS = 9
+ROOT = 9  # of its namespace
+NUM_LINKS = 10
 
 # keys; POLICY names the column that is looked at first, LAST_ACCESS decides between equals
 LAST_ACCESS, NUM_HITS, PRIORITY, EXPIRES = 0, 1, 2, 3
 NUM_KEYS = 4
+BELOW_PAGES, BELOW_TOKENS = 0, 1  # of a root
 NO_PRIORITY = -(2**62)
 EXPIRED = -(2**61)  # the priority of what has outlived its time
 NEVER = -1  # as EXPIRES, which is the bits of a float64
@@ -419,7 +422,7 @@ def touch(counts, links, keys, tokens, queues, pages, count):
 
 
 @_inline
-def _link(counts, links, tokens, parent, page, depth, query, start, width):
+def _link(counts, links, keys, tokens, root, parent, page, depth, query, start, width):
     """Make the tree an owner of a page and hang it below ``parent`` with its tokens."""
     base = page * counts[PAGE_SIZE]
     for i in range(width):
@@ -429,16 +432,21 @@ def _link(counts, links, tokens, parent, page, depth, query, start, width):
     links[page, CHILDREN] = 0
     links[page, FILL] = width
     links[page, DEPTH] = depth
+    links[page, ROOT] = root
+    keys[root, BELOW_PAGES] += 1
+    keys[root, BELOW_TOKENS] += width
     counts[NUM_TOKENS] += width
     _add_child(counts, links, tokens, parent, page)
 
 
 @_inline
-def _unlink(counts, links, tokens, page):
+def _unlink(counts, links, keys, tokens, page):
     """Take a page without children out of the tree; who owns it is the caller's to say."""
-    parent = links[page, PARENT]
+    parent, root, fill = links[page, PARENT], links[page, ROOT], links[page, FILL]
     _remove_child(counts, links, tokens, parent, page)
-    counts[NUM_TOKENS] -= links[page, FILL]
+    keys[root, BELOW_PAGES] -= 1
+    keys[root, BELOW_TOKENS] -= fill
+    counts[NUM_TOKENS] -= fill
     links[page, PARENT] = 0
     return parent
 
@@ -467,7 +475,7 @@ def _evict(counts, links, keys, tokens, queues, num_pages):
         page = queues[HEAP, 1]
         _unqueue(counts, links, keys, queues, page)
         while True:
-            parent = _unlink(counts, links, tokens, page)
+            parent = _unlink(counts, links, keys, tokens, page)
             counts[NUM_EVICTABLE] -= 1
             _free(counts, links, queues, page)
             freed += 1
@@ -573,21 +581,21 @@ def commit(
                 replaced += 1
         else:
             if page == mine and shared:  # the same page, of which more is published now
-                _unlink(counts, links, tokens, mine)
+                _unlink(counts, links, keys, tokens, mine)
                 links[mine, STATE] -= LONE
             elif page and links[page, FILL] == shared:  # mine takes the place of its beginning
                 for column in range(NUM_KEYS):
                     keys[mine, column] = keys[page, column]
                 if keys[mine, EXPIRES] != NEVER:
                     counts[INHERITED] = mine
-                _unlink(counts, links, tokens, page)
+                _unlink(counts, links, keys, tokens, page)
                 _leave(counts, links, keys, queues, page)
             else:
                 keys[mine, LAST_ACCESS] = keys[mine, NUM_HITS] = keys[mine, PRIORITY] = 0
                 keys[mine, EXPIRES] = NEVER
             stood_for = links[mine, STANDS_FOR]
             links[mine, STANDS_FOR] = 0
-            _link(counts, links, tokens, parent, mine, depth, query, start, width)
+            _link(counts, links, keys, tokens, root, parent, mine, depth, query, start, width)
             _drop(counts, links, keys, queues, stood_for)
             if page and page != mine and links[page, STATE] and not links[page, PARENT]:
                 # The holders of the page whose place was taken keep what they hold findable.
@@ -617,6 +625,7 @@ def clear(counts, links, keys, tokens, queues, root):
     before = counts[NUM_FREE]
     page = links[root, CHILDREN]
     links[root, CHILDREN] = 0
+    keys[root, BELOW_PAGES] = keys[root, BELOW_TOKENS] = 0
     if page:
         links[page, PARENT] = 0
     while page:  # PARENT is the stack of pages still to be visited

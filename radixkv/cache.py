@@ -31,7 +31,7 @@ from radixkv.config import KVConfig, parse_bytes, require_int, require_namespace
 from radixkv.errors import CacheInvariantError, CapacityError
 from radixkv.pool import PageIds, PagePool, PageStorage, capacity_pages, free_device_bytes
 from radixkv.quant import KVCodec, KVSpec, LayerPages
-from radixkv.radix import RadixTree, Tokens, decode_tokens, namespace_key
+from radixkv.radix import NamespaceStats, RadixTree, Tokens, decode_tokens, namespace_key
 from radixkv.reference import AttentionBatch, ScoreRule
 
 _DEFAULT_CAPACITY_SHARE = 4  # capacity=None: a quarter of the free memory
@@ -55,6 +55,7 @@ class CacheStats:
         shared_bytes_saved: bytes that owners of shared pages would need for own copies, now.
         nodes: nodes of the tree.
         utilization: tokens stored / token slots in used pages; 0 when none is used.
+        namespaces: pages and tokens of each namespace that has some cached.
     """
 
     capacity_bytes: int
@@ -73,6 +74,7 @@ class CacheStats:
     shared_bytes_saved: int
     nodes: int
     utilization: float
+    namespaces: tuple[NamespaceStats, ...]
 
 
 class Lease:
@@ -349,10 +351,10 @@ class Lease:
         if num_tokens is None:
             num_tokens = self.num_written
         else:
-            count = require_int("num_tokens", num_tokens, 0, self._num_tokens)
-            if count > min(self._written):
-                self._written = [max(count, written) for written in self._written]
-            num_tokens = count
+            if type(num_tokens) is not int or not 0 <= num_tokens <= self._num_tokens:
+                num_tokens = require_int("num_tokens", num_tokens, 0, self._num_tokens)
+            if num_tokens > min(self._written):
+                self._written = [max(num_tokens, written) for written in self._written]
         cache = self._cache
         with cache._guard:
             if not num_tokens:
@@ -608,12 +610,13 @@ class PrefixCache:
             ValueError, TypeError: no tokens, or some that are no ids.
             CapacityError: the rest does not fit, even after eviction.
         """
-        require_namespace(namespace)
-        tokens = self.tree.encode(token_ids)
+        if namespace is not None:
+            require_namespace(namespace)
+        tree = self.tree
+        tokens = tree.encode(token_ids)
         num_tokens = tokens.size
         if not num_tokens:
             raise ValueError("token_ids: expected at least one token, got none")
-        tree = self.tree
         with self._guard:
             lookup = num_tokens if full else num_tokens - 1
             pages, num_cached = tree.acquire(tokens, lookup, namespace)
@@ -839,6 +842,7 @@ class PrefixCache:
                 shared_bytes_saved=int((owners[in_use] - 1).sum()) * self.codec.bytes_per_page,
                 nodes=self.tree.num_nodes,
                 utilization=stored / (used * self.page_size) if used else 0.0,
+                namespaces=self.tree.namespaces(),
             )
 
     def render(self, max_depth: int | None = None, tokenizer: Any = None) -> str:
@@ -861,6 +865,7 @@ class PrefixCache:
             tokenizer: shows text instead of token ids.
         """
         stats = asdict(self.stats())
+        del stats["namespaces"]  # shown where their trees are
         with self._guard:
             page = view.to_html(self.tree, tokenizer, self._pin_count > 0, self._head(), stats)
         Path(path).write_text(page, encoding="utf-8")

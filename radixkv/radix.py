@@ -150,7 +150,7 @@ def namespace_key(namespace: Hashable) -> Hashable:
     >>> namespace_key(1) == namespace_key(True), namespace_key("a") == namespace_key("a")
     (False, True)
     """
-    if namespace is None or type(namespace) is str:
+    if namespace is None or type(namespace) is str:  # as most are
         return namespace
     if type(namespace) is tuple:
         return (tuple, *map(namespace_key, namespace))
@@ -167,6 +167,20 @@ class Root(NamedTuple):
 
     namespace: Hashable
     last_page: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamespaceStats:
+    """What a namespace holds.
+
+    Attributes:
+        namespace: as it was first given.
+        pages, tokens: in the tree.
+    """
+
+    namespace: Hashable
+    pages: int
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -489,6 +503,19 @@ class RadixTree:
 
     # --- looking -----------------------------------------------------------------------
 
+    def held_below(self, root: Root) -> NamespaceStats:
+        """What one namespace holds. O(1)."""
+        row, kernel = self.pool.keys[root.last_page], self.kernel
+        return NamespaceStats(
+            namespace=root.namespace,
+            pages=int(row[kernel.BELOW_PAGES]),
+            tokens=int(row[kernel.BELOW_TOKENS]),
+        )
+
+    def namespaces(self) -> tuple[NamespaceStats, ...]:
+        """What every namespace holds that holds something. Complexity: O(namespaces)."""
+        return tuple(map(self.held_below, self.roots.values()))
+
     def was_evicted(self, tokens: Tokens, depth: int) -> bool:
         """Whether a run that began with ``tokens``' page number ``depth`` was evicted.
 
@@ -573,11 +600,13 @@ class RadixTree:
         links, counts = pool.links, pool.counts
         owned: list[int] = []
         num_tokens = 0
+        counted: list[tuple[int, int]] = []
         tails: list[int] = []
         require(counts[kernel.EMPTIED] == 0, "roots that wait to be removed")
         for root in self.roots.values():
             first = self.child_pages(root.last_page)
             require(bool(first), "a namespace without pages")
+            before = len(owned), num_tokens
             stack = [(root.last_page, -1, first)]
             while stack:
                 parent, depth, pages = stack.pop()
@@ -590,6 +619,7 @@ class RadixTree:
                     fill = links.item(page, kernel.FILL)
                     num_tokens += fill
                     require(links[page, kernel.PARENT] == parent, "a parent link")
+                    require(links[page, kernel.ROOT] == root.last_page, "whose a page is")
                     require(links[page, kernel.DEPTH] == depth + 1, "where a page lies")
                     require(1 <= fill <= self.page_size, "how full a page is")
                     require(links[page, kernel.STANDS_FOR] == 0, "a tree page that stands in")
@@ -605,6 +635,8 @@ class RadixTree:
                         stack.append((page, depth + 1, below))
                     elif pool.count(page) == 1:
                         tails.append(page)
+            counted.append((len(owned) - before[0], num_tokens - before[1]))
+        require(counted == [(n.pages, n.tokens) for n in self.namespaces()], "what namespaces hold")
         require(num_tokens == self.num_tokens, f"{num_tokens} tokens, counted {self.num_tokens}")
         require(len(set(owned)) == len(owned), "a page that is in two places")
         require(sorted(owned) == np.flatnonzero(pool.in_tree).tolist(), "the pages of the tree")

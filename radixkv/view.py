@@ -175,6 +175,11 @@ def _facts(tree: RadixTree, node: Node, pinned: Any) -> list[str]:
     return facts
 
 
+def _held(tree: RadixTree, root: Root) -> str:
+    held = tree.held_below(root)
+    return f"{_count(held.tokens, 'token')}, {_count(held.pages, 'page')}"
+
+
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
@@ -201,7 +206,8 @@ def render(tree: RadixTree, max_depth: int | None, tokenizer: Any, pinned: Any, 
     out = [head]
     for root in tree.roots.values():
         namespace = root.namespace
-        out.append("(no namespace)" if namespace is None else f"namespace {namespace!r}")
+        name = "(no namespace)" if namespace is None else f"namespace {namespace!r}"
+        out.append(f"{name}: {_held(tree, root)}")
         open_above: list[bool] = []  # by depth: whether more siblings follow below
         for line in _lines(tree, root, max_depth):
             del open_above[line.depth - 1 :]
@@ -255,7 +261,8 @@ def to_html(
     for root in tree.roots.values():
         namespace = root.namespace
         name = "no namespace" if namespace is None else f"namespace {namespace!r}"
-        out.append(f"<h2>{html.escape(name)}</h2><ul class='tree'>")
+        held = f"<span class='facts'>{_held(tree, root)}</span>"
+        out.append(f"<h2>{html.escape(name)} {held}</h2><ul class='tree'>")
         for line in _lines(tree, root, None):
             # Indented, not nested: a browser lays out ten thousand levels of nesting badly.
             indent = f"style='margin-left:{min(line.depth - 1, 60) * 1.2:.1f}rem'"

@@ -357,6 +357,22 @@ def test_clear_forgets_one_namespace_or_all_and_ends_their_pins() -> None:
     assert cache.stats().pages_free == 16
 
 
+def test_namespaces_are_shown_in_stats_and_equal_ones_of_other_types_are_apart() -> None:
+    cache = make(2, 32, pin_share=1.0)
+    for name, length in ((None, 5), (1, 3), (True, 2), (1.0, 7)):
+        put(cache, list(range(length)), namespace=name)
+    pins = [cache.pin([0, 1], name) for name in (1, True)]
+    shown = [(n.namespace, n.pages, n.tokens) for n in cache.stats().namespaces]
+    assert [repr(n) for n, _, _ in shown] == ["None", "1", "True", "1.0"]
+    assert [rest for _, *rest in shown] == [[3, 5], [2, 3], [1, 2], [4, 7]]
+    assert cache.explain([0, 1, 2, 3, 4, 5, 6], True).namespace == 1.0
+    cache.clear(True)
+    assert [pin.is_active for pin in pins] == [True, False]
+    assert [repr(n.namespace) for n in cache.stats().namespaces] == ["None", "1", "1.0"]
+    assert [cache.match([0, 1, 2], name) for name in (1, True, 1.0)] == [3, 0, 3]
+    cache.check()
+
+
 def test_a_turn_of_an_agent_writes_into_the_edge_in_place() -> None:
     """500 turns: the tree is one node all along, and its work is the new pages'."""
     cache = make(4, 1300)
