@@ -225,7 +225,7 @@ def render(tree: RadixTree, max_depth: int | None, tokenizer: Any, pinned: Any, 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8886; --held: #c60; --pinned: #07c; }
 body { font: 14px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem; }
-h1 { font-size: 1.3rem; } h2 { font-size: 1rem; margin: 1.5rem 0 .3rem; }
+h1 { font-size: 1.3rem; } details { margin: 1rem 0; } .namespace { font-weight: bold; }
 table { border-collapse: collapse; } td { padding: .1rem .8rem .1rem 0; }
 td + td { text-align: right; font-variant-numeric: tabular-nums; }
 li { list-style: none; border-left: 1px solid var(--line); padding: .1rem 0 .1rem .7rem; }
@@ -262,7 +262,8 @@ def to_html(
         namespace = root.namespace
         name = "no namespace" if namespace is None else f"namespace {namespace!r}"
         held = f"<span class='facts'>{_held(tree, root)}</span>"
-        out.append(f"<h2>{html.escape(name)} {held}</h2><ul class='tree'>")
+        out.append(f"<details open><summary class='namespace'>{html.escape(name)} {held}</summary>")
+        out.append("<ul class='tree'>")
         for line in _lines(tree, root, None):
             # Indented, not nested: a browser lays out ten thousand levels of nesting badly.
             indent = f"style='margin-left:{min(line.depth - 1, 60) * 1.2:.1f}rem'"
@@ -272,14 +273,15 @@ def to_html(
             node = line.node
             facts = _facts(tree, node, pinned)
             kind = "pinned" if "pinned" in facts[-1] else "held" if "held" in facts[-1] else ""
+            title = f"tokens {node.end - node.tokens.size} to {node.end} of a sequence"
             width = 1 + 140 * node.tokens.size / largest
             out.append(
-                f"<li {indent} class='{kind}' data-end='{node.end}'>"
+                f"<li {indent} class='{kind}' data-end='{node.end}' title='{title}'>"
                 f"<span class='bar' style='width:{width:.0f}px'></span> "
                 f"<span class='facts'>{html.escape(', '.join(facts))}</span> "
                 f"<code>{html.escape(_content(node, tokenizer, 200))}</code></li>"
             )
-        out.append("</ul>")
+        out.append("</ul></details>")
     out.append("</body></html>\n")
     return "".join(out)
 
