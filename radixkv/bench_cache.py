@@ -29,9 +29,8 @@ from numpy.typing import NDArray
 
 from radixkv.cache import PrefixCache
 from radixkv.config import KVConfig, require_choice, require_int
-from radixkv.pool import PagePool
 from radixkv.quant import KVSpec
-from radixkv.radix import RadixTree, Tokens, common_prefix, encode_tokens
+from radixkv.radix import Tokens, common_prefix, encode_tokens
 
 TokenIds = NDArray[np.int64]
 VOCABULARY = 50_000
@@ -286,55 +285,67 @@ class GrowthResult:
     """What one step costs in a tree of some size.
 
     Attributes:
-        nodes: runs in the tree, each one page of its own below one of 1,000 shared pages.
-        match_us: microseconds of a match of the same 1,440 tokens, median.
-        evict_us: microseconds of one evicted page, median of batches of 100.
+        nodes: runs in the tree: leaves of one page each below 1,000 shared pages.
+        match_us: microseconds of `PrefixCache.match` of the same 1,440 tokens, median.
+        evict_us: microseconds of `PrefixCache.evict` of one page, median.
+        evict_batch_us: microseconds a page where 100 go in one call, median.
         host_bytes_per_token: host memory of the tree a cached token.
     """
 
     nodes: int
     match_us: float
     evict_us: float
+    evict_batch_us: float
     host_bytes_per_token: float
 
 
+def _median_us(action: Callable[[], object], count: int) -> float:
+    times = np.empty(count)
+    for i in range(count):
+        start = time.perf_counter()
+        action()
+        times[i] = time.perf_counter() - start
+    return float(np.median(times) * 1e6)
+
+
 def run_growth(num_nodes: int, *, page_size: int = 16, seed: int = 0) -> GrowthResult:
-    """Grow a tree of ``num_nodes`` one-page leaves and time a match and an eviction in it."""
-    require_int("num_nodes", num_nodes, 1000)
+    """Grow a tree of ``num_nodes`` one-page leaves; time a match and evictions in it."""
+    require_int("num_nodes", num_nodes, 10)
     random = np.random.default_rng(seed)
-    spare = 20_000  # pages besides the leaves: shared ones, the sequence that is matched
-    tree = RadixTree(page_size, PagePool(num_nodes + spare))
-    shared = random.integers(0, VOCABULARY, (1000, page_size))
+    whole = random.integers(0, VOCABULARY, 1440)
+    parents = min(1000, num_nodes)
+    num_pages = num_nodes + parents + -(-whole.size // page_size)
+    cache = make_cache(num_pages * page_size, page_size)
+    tree = cache.tree
+    shared = random.integers(0, VOCABULARY, (parents, page_size))
 
     def put(token_ids: TokenIds) -> None:
+        # Without a lease: a million of them would be most of the time.
         tokens = tree.encode(token_ids)
         pages, _ = tree.acquire(tokens, tokens.size)
         tree.insert(tokens, pages)
         tree.pool.drop(pages)
 
     for i in range(num_nodes):
-        put(np.concatenate([shared[i % 1000], random.integers(0, VOCABULARY, page_size)]))
-    used = tree.pool.nbytes * tree.num_tokens // page_size // (tree.pool.num_pages + 1)
-    host_bytes = used / tree.num_tokens
-    whole = random.integers(0, VOCABULARY, 1440)
+        put(np.concatenate([shared[i % parents], random.integers(0, VOCABULARY, page_size)]))
     put(whole)
-    query = tree.encode(whole)
-    times = np.empty(300)
-    for i in range(len(times)):
-        start = time.perf_counter()
-        tree.match(query)
-        times[i] = time.perf_counter() - start
-    evictions = np.empty(50)
-    for i in range(len(evictions)):
-        start = time.perf_counter()
-        tree.evict(100)
-        evictions[i] = (time.perf_counter() - start) / 100
+    nodes, num_tokens = tree.num_nodes, tree.num_tokens
+    match_us = _median_us(lambda: cache.match(whole), 300)
+    many = max(1, min(100, num_nodes // 100))
     return GrowthResult(
-        nodes=num_nodes,
-        match_us=float(np.median(times) * 1e6),
-        evict_us=float(np.median(evictions) * 1e6),
-        host_bytes_per_token=host_bytes,
+        nodes=nodes,
+        match_us=match_us,
+        evict_us=_median_us(lambda: cache.evict(page_size), min(300, num_nodes // 4)),
+        evict_batch_us=_median_us(lambda: cache.evict(many * page_size), 50) / many,
+        host_bytes_per_token=(tree.pool.nbytes + cache._pin_count.nbytes) / num_tokens,
     )
+
+
+def growth(page_size: int = 16) -> dict[str, Any]:
+    """`run_growth` at 10,000 and 1,000,000 nodes, and `run_turns` in tenths of 500 turns."""
+    sizes = [asdict(run_growth(n, page_size=page_size)) for n in (10_000, 1_000_000)]
+    turns = np.array(run_turns(500, page_size=page_size)).reshape(10, 50)
+    return {"sizes": sizes, "turn_us": np.median(turns, axis=1).round(1).tolist()}
 
 
 def run_turns(num_turns: int, *, page_size: int = 16, new_tokens: int = 50) -> list[float]:

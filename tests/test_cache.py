@@ -24,7 +24,7 @@ from radixkv import (
     Pin,
     PrefixCache,
 )
-from radixkv.bench_cache import TRACES, run_trace
+from radixkv.bench_cache import TRACES, run_growth, run_trace, run_turns
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=1, head_dim=4)
 
@@ -414,6 +414,17 @@ def test_traces_match_no_less_than_brute_force(trace: str) -> None:
     assert full.evicted_pages > 0
     assert full.host_bytes_per_token is not None
     assert full.host_bytes_per_token < 16
+
+
+def test_what_a_step_costs_does_not_grow_with_the_tree() -> None:
+    """In wide margins, for busy machines; `radixkv bench cache --growth` prints the figures."""
+    small, large = run_growth(1_000), run_growth(40_000)
+    assert large.nodes > 30 * small.nodes
+    assert large.match_us < 3 * small.match_us
+    assert large.evict_us < 3 * small.evict_us
+    assert large.host_bytes_per_token < 16  # with leaves of one page, too
+    turns = run_turns(400)
+    assert np.median(turns[-100:]) < 3 * np.median(turns[:100])
 
 
 def test_the_seed_corpus_runs() -> None:
