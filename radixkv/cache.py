@@ -982,14 +982,13 @@ class PrefixCache:
         """Take pages or a pin back, now or, inside another call of this thread, after it."""
         guard = self._guard
         with guard.lock:
-            if guard.inside:
-                self._returned.append(what)
-                return
-            with guard:
-                if isinstance(what, Pin):
-                    self._unpin(what)
-                else:
-                    self.pool.drop(what)
+            self._returned.append(what)
+            if not guard.inside:
+                guard.inside = True
+                try:
+                    self._reclaim()
+                finally:
+                    guard.inside = False
 
     def _reclaim(self) -> None:
         """Take back what was given back or dropped, and what has outlived its time."""
