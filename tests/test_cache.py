@@ -417,7 +417,7 @@ def test_traces_match_no_less_than_brute_force(trace: str) -> None:
 
 
 def test_what_a_step_costs_does_not_grow_with_the_tree() -> None:
-    """In processor time and wide margins, for busy machines; `radixkv bench cache --growth` prints the figures."""
+    """In processor time, with wide margins; `radixkv bench cache --growth` prints the figures."""
     small, large = run_growth(1_000), run_growth(40_000)
     assert large.nodes > 30 * small.nodes
     assert large.match_us < 3 * small.match_us
