@@ -657,3 +657,21 @@ class RadixTree:
         keys, kernel = self.pool.keys, self.kernel
         policy = self.pool.counts.item(kernel.POLICY)
         return keys.item(page, policy), keys.item(page, kernel.LAST_ACCESS)
+
+    # --- restoring what was saved ------------------------------------------------------
+
+    @property
+    def end_page(self) -> int:
+        """After an `insert`: the tree's page in which the sequence ends."""
+        return int(self.pool.counts[self.kernel.END])
+
+    def credit(self, page_id: int, num_hits: int) -> None:
+        """Count that many more uses of a page of the tree and of all before it. O(depth)."""
+        path = []
+        while page_id <= self.pool.num_pages:
+            path.append(page_id)
+            page_id = self.pool.links.item(page_id, self.kernel.PARENT)
+        pages = np.array(path[::-1], dtype=np.int64)
+        self.pool.hold(pages)  # out of the order of eviction while their keys change
+        self.pool.keys[pages, self.kernel.NUM_HITS] += num_hits
+        self.pool.drop(pages)

@@ -208,6 +208,16 @@ def test_lfu_keeps_what_is_used_often_and_priority_what_is_dear() -> None:
     lfu.insert([2])
     lfu.tree.evict(1)
     assert (lfu.match([1]), lfu.match([2])) == (1, 0)
+    lfu.insert([4])
+    lfu.insert([4, 5])
+    lfu.insert([6])
+    lfu.tree.insert(encode_tokens([4, 5]), lfu.tree.acquire(encode_tokens([4, 5]), 2)[0])
+    lfu.pool.drop(lfu.tree.match(encode_tokens([4, 5])).page_ids)
+    lfu.tree.credit(lfu.tree.end_page, 9)  # as many uses more, of 5 and of 4 before it
+    lfu.tree.check()
+    assert sorted(n.num_hits > 9 for n in lfu.tree.nodes(lfu.tree.roots[None]))[-2:] == [True] * 2
+    lfu.tree.evict(2)
+    assert (lfu.match([1]), lfu.match([6]), lfu.match([4, 5])) == (0, 0, 2)
     dear = Owner(1, 8, "priority")
     for token, priority, expires in ((1, 5, None), (2, 1, None), (3, 9, 10.0)):
         page = dear.pool.allocate(1)
