@@ -1,5 +1,7 @@
 """Coverage-guided fuzzing of tree, pool and cache with atheris: bytes are operations.
 
+The kernel runs as plain Python, whose lines the fuzzer can follow.
+
 python -m fuzz.guided [corpus folder] [libFuzzer options, such as -runs=2000]
 """
 
@@ -11,8 +13,12 @@ import sys
 def main() -> None:
     import atheris  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-    with atheris.instrument_imports(include=["radixkv.radix", "radixkv.pool", "radixkv.cache"]):
+    sys.modules["numba"] = None  # type: ignore[assignment]
+    include = ["radixkv.radix", "radixkv.pool", "radixkv.cache", "radixkv_kernels.tree"]
+    with atheris.instrument_imports(include=include):
         from fuzz.driver import run_bytes
+        from radixkv_kernels import tree
+    assert not tree.COMPILED
     import torch
 
     torch.set_num_threads(1)

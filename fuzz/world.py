@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import warnings
 import zlib
 from dataclasses import dataclass, field
@@ -23,9 +24,10 @@ import torch
 from radixkv.cache import _ALL, Lease, Pin, PrefixCache
 from radixkv.config import KVConfig
 from radixkv.errors import CapacityError
+from radixkv.pool import load_kernel
 from radixkv.quant import KVSpec
-from radixkv.radix import EXPIRED, decode_tokens
 
+PLAIN = os.environ.get("RADIXKV_PLAIN_TREE") == "1"
 NUM_LAYERS = 2
 SPEC = KVSpec(num_layers=NUM_LAYERS, num_kv_heads=1, head_dim=2, v_head_dim=1)
 Tokens = tuple[int, ...]
@@ -99,6 +101,7 @@ class World:
     num_pages: int = 8
     eviction: str = "lru"
     pin_share: float = 0.5
+    plain: bool = False  # the kernel as plain Python
     now: float = 0.0
     leases: list[Held] = field(default_factory=list)
     pins: list[Pinned] = field(default_factory=list)
@@ -106,6 +109,7 @@ class World:
 
     def __post_init__(self) -> None:
         page_bytes = 4 * 3 * NUM_LAYERS * self.page_size
+        os.environ["RADIXKV_PLAIN_TREE"] = str(int(self.plain or PLAIN))
         self.cache = PrefixCache(
             SPEC,
             KVConfig(
@@ -117,6 +121,7 @@ class World:
             ),
             backend="torch",
         )
+        os.environ["RADIXKV_PLAIN_TREE"] = str(int(PLAIN))
         self.cache._now = lambda: self.now
         self.tree: dict[object, dict[Tokens, Cached]] = {}
         self.clock = 0
@@ -170,10 +175,12 @@ class World:
                 owners[page.stands_for] = owners.get(page.stands_for, 0) + 1
         return owners
 
-    def _key(self, cached: Cached) -> tuple[float, ...]:
-        if self.eviction == "lru":
-            return (cached.last_access,)
-        first = cached.num_hits if self.eviction == "lfu" else cached.priority
+    def _key(self, cached: Cached) -> tuple[int, int]:
+        first = {
+            "lru": cached.last_access,
+            "lfu": cached.num_hits,
+            "priority": cached.priority,
+        }[self.eviction]
         return (first, cached.last_access)
 
     def _evictable(self, owners: dict[Page, int]) -> int:
@@ -228,33 +235,15 @@ class World:
     ) -> None:
         found = self._find(namespace, query)
         keys = found.path + ([found.partial] if found.partial is not None else [])
-        table = self.tree.get(namespace, {})
-        whole = found.path[-1] if found.path else None
-        if found.partial is not None:
-            if self._edge_goes_on(namespace, found.partial) is not None:
-                keys.pop()
-        elif whole is not None:
-            rest = self._edge_goes_on(namespace, whole)
-            if rest is not None and self._edge_goes_on(namespace, rest) is None:
-                keys.append(rest)
         if not keys:
             return
         self.clock += 1
         for key in keys:
-            cached = table[key]
+            cached = self.tree[namespace][key]
             cached.last_access = self.clock
             cached.num_hits += 1
             if priority is not None and priority >= cached.priority:
                 cached.priority, cached.expires = priority, expires
-
-    def _edge_goes_on(self, namespace: object, key: Tokens) -> Tokens | None:
-        """The next page of the edge that ``key`` is a page of: the pages that go as one."""
-        after = self._children(namespace, key)
-        if len(after) != 1:
-            return None
-        here, there = self.tree[namespace][key], self.tree[namespace][after[0]]
-        same = (self._key(here), here.expires) == (self._key(there), there.expires)
-        return after[0] if same else None
 
     # --- operations --------------------------------------------------------------------
 
@@ -408,7 +397,8 @@ class World:
                 last = found.path[-1] if found.partial is None else found.partial
                 theirs = table[last].page
                 in_part = count < len(held.tokens) and len(key) % self.page_size
-                if theirs is not mine and not in_part:
+                cached = any(mine is other.page for other in table.values())
+                if theirs is not mine and not in_part and not cached:
                     if self._owners()[mine] > 1:
                         mine.stands_for = theirs
                     held.pages[i] = theirs
@@ -420,8 +410,6 @@ class World:
                 table[key] = old.like(mine)
                 if old.page is not mine and old.page in self._owners():
                     old.page.stands_for = mine
-            elif border and not self._children(held.namespace, border):
-                table[key] = table[border].like(mine)
             else:
                 table[key] = Cached(mine)
         self._touch(held.namespace, sequence, priority, None if ttl is None else self.now + ttl)
@@ -467,7 +455,7 @@ class World:
         for table in self.tree.values():
             for cached in table.values():
                 if cached.expires is not None and cached.expires <= self.now:
-                    cached.priority, cached.expires = EXPIRED, None
+                    cached.priority, cached.expires = load_kernel().EXPIRED, None
 
     def evict(self, num_tokens: int) -> None:
         before = left = sum(self._fills())
@@ -511,7 +499,7 @@ class World:
         cache, pool = self.cache, self.cache.pool
         cache.check()
         assert self._dump() == {
-            (namespace, key): (cached.page.page_id, self._key(cached), self._due(cached))
+            (namespace, key): (cached.page.page_id, self._key(cached), cached.expires)
             for namespace, table in self.tree.items()
             for key, cached in table.items()
         }
@@ -577,6 +565,11 @@ class World:
                 tails.append(self.page_size)
             fills += max(tails, default=0)
         assert stats.utilization == (fills / (len(owners) * self.page_size) if owners else 0.0)
+        assert sorted((repr(n.namespace), n.pages, n.tokens) for n in stats.namespaces) == sorted(
+            (repr(name), len(table), sum((len(key) - 1) % self.page_size + 1 for key in table))
+            for name, table in self.tree.items()
+            if table
+        )
         assert stats.lookups == self.counts["lookups"]
         assert stats.lookup_tokens == self.counts["lookup_tokens"]
         assert stats.hit_tokens == self.counts["hit_tokens"]
@@ -584,30 +577,22 @@ class World:
         assert stats.cow_copies == self.counts["cow"]
         assert [p.pin.is_active for p in self.pins] == [True] * len(self.pins)
 
-    def _due(self, cached: Cached) -> float | None:
-        return cached.expires if self.eviction == "priority" else None
-
-    def _dump(self) -> dict[tuple[object, Tokens], tuple[int, tuple[float, ...], float | None]]:
+    def _dump(self) -> dict[tuple[object, Tokens], tuple[int, tuple[int, int], float | None]]:
         """The real tree, page by page."""
-        out: dict[tuple[object, Tokens], tuple[int, tuple[float, ...], float | None]] = {}
-        for namespace, root in self.cache.tree.roots.items():
-            stack: list[tuple[object, Tokens]] = [(root, ())]
+        out: dict[tuple[object, Tokens], tuple[int, tuple[int, int], float | None]] = {}
+        tree = self.cache.tree
+        for root in tree.roots.values():
+            stack: list[tuple[int, Tokens]] = [(root.last_page, ())]
             while stack:
-                node, before = stack.pop()
-                tokens = tuple(decode_tokens(bytes(node.tokens)).tolist())  # type: ignore[attr-defined]
-                page_ids = np.frombuffer(bytes(node.page_ids), dtype=np.int64)  # type: ignore[attr-defined]
-                key = self.cache.tree._policy(node)  # type: ignore[arg-type]
-                due = node.expires if self.eviction == "priority" else None  # type: ignore[attr-defined]
-                for i, page_id in enumerate(page_ids.tolist()):
-                    prefix = before + tokens[: (i + 1) * self.page_size]
-                    out[namespace, prefix] = (
+                row, before = stack.pop()
+                for page_id in tree.child_pages(row):
+                    prefix = before + tuple(tree.tokens_of(page_id).tolist())
+                    out[root.namespace, prefix] = (
                         page_id,
-                        key if isinstance(key, tuple) else (key,),
-                        due,
+                        tree.policy_key(page_id),
+                        tree.expires_of(page_id),
                     )
-                if node.children is not None:  # type: ignore[attr-defined]
-                    below = node.children.by_key.values()  # type: ignore[attr-defined]
-                    stack.extend((child, before + tokens) for child in below)
+                    stack.append((page_id, prefix))
         return out
 
     def close(self) -> None:

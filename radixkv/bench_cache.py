@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from radixkv.cache import PrefixCache
 from radixkv.config import KVConfig, require_choice, require_int
 from radixkv.quant import KVSpec
-from radixkv.radix import TOKEN_BYTES, common_prefix, encode_tokens
+from radixkv.radix import Tokens, common_prefix, encode_tokens
 
 TokenIds = NDArray[np.int64]
 VOCABULARY = 50_000
@@ -144,26 +144,27 @@ class BruteForce:
     def __init__(self, capacity_tokens: int) -> None:
         self._capacity = capacity_tokens
         self._stored = 0
-        self._sequences: OrderedDict[bytes, None] = OrderedDict()
+        self._sequences: OrderedDict[bytes, Tokens] = OrderedDict()
 
     def request(self, prompt: Any, whole: Any) -> int:
         """Look the prompt up, store the whole; returns the tokens that matched."""
-        query = encode_tokens(prompt)[:-TOKEN_BYTES]
+        query = encode_tokens(prompt)[:-1]
         best, longest = None, -1
-        for known in self._sequences:
-            shared = common_prefix(known, query, 0)
+        for name, known in self._sequences.items():
+            shared = common_prefix(known, query)
             if shared > longest:
-                best, longest = known, shared
+                best, longest = name, shared
         if best is not None:
             self._sequences.move_to_end(best)
         tokens = encode_tokens(whole)
-        if tokens not in self._sequences:
-            self._sequences[tokens] = None
-            self._stored += len(tokens) // TOKEN_BYTES
+        name = tokens.tobytes()
+        if name not in self._sequences:
+            self._sequences[name] = tokens
+            self._stored += tokens.size
             while self._stored > self._capacity:
-                oldest, _ = self._sequences.popitem(last=False)
-                self._stored -= len(oldest) // TOKEN_BYTES
-        return max(longest, 0) // TOKEN_BYTES
+                _, oldest = self._sequences.popitem(last=False)
+                self._stored -= oldest.size
+        return max(longest, 0)
 
 
 def make_cache(capacity_tokens: int, page_size: int, eviction: str = "lru") -> PrefixCache:
@@ -268,16 +269,98 @@ def host_bytes_per_token(
     gc.collect()
     tracemalloc.start()
     try:
-        cache = make_cache(capacity_tokens, page_size)
         before = tracemalloc.get_traced_memory()[0]
-        pool_bytes = cache.pool.nbytes
+        cache = make_cache(capacity_tokens, page_size)
         for r in requests:
             request(cache, r.prompt, r.whole)
         gc.collect()
-        used = tracemalloc.get_traced_memory()[0] - before + pool_bytes
+        used = tracemalloc.get_traced_memory()[0] - before
         return used / max(1, cache.tree.num_tokens)
     finally:
         tracemalloc.stop()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrowthResult:
+    """What one step costs in a tree of some size, in processor time.
+
+    Attributes:
+        nodes: runs in the tree: leaves of one page each below 1,000 shared pages.
+        match_us: microseconds of `PrefixCache.match` of the same 1,440 tokens, median.
+        evict_us: microseconds of `PrefixCache.evict` of one page, median.
+        evict_batch_us: microseconds a page where 100 go in one call, median.
+        host_bytes_per_token: host memory of the tree a cached token.
+    """
+
+    nodes: int
+    match_us: float
+    evict_us: float
+    evict_batch_us: float
+    host_bytes_per_token: float
+
+
+def _median_us(action: Callable[[], object], count: int) -> float:
+    times = np.empty(count)
+    for i in range(count):
+        start = time.thread_time()
+        action()
+        times[i] = time.thread_time() - start
+    return float(np.median(times) * 1e6)
+
+
+def run_growth(num_nodes: int, *, page_size: int = 16, seed: int = 0) -> GrowthResult:
+    """Grow a tree of ``num_nodes`` one-page leaves; time a match and evictions in it."""
+    require_int("num_nodes", num_nodes, 10)
+    random = np.random.default_rng(seed)
+    whole = random.integers(0, VOCABULARY, 1440)
+    parents = min(1000, num_nodes)
+    num_pages = num_nodes + parents + -(-whole.size // page_size)
+    cache = make_cache(num_pages * page_size, page_size)
+    tree = cache.tree
+    shared = random.integers(0, VOCABULARY, (parents, page_size))
+
+    def put(token_ids: TokenIds) -> None:
+        # Without a lease: a million of them would be most of the time.
+        tokens = tree.encode(token_ids)
+        pages, _ = tree.acquire(tokens, tokens.size)
+        tree.insert(tokens, pages)
+        tree.pool.drop(pages)
+
+    for i in range(num_nodes):
+        put(np.concatenate([shared[i % parents], random.integers(0, VOCABULARY, page_size)]))
+    put(whole)
+    nodes, num_tokens = tree.num_nodes, tree.num_tokens
+    match_us = _median_us(lambda: cache.match(whole), 300)
+    many = max(1, min(100, num_nodes // 100))
+    return GrowthResult(
+        nodes=nodes,
+        match_us=match_us,
+        evict_us=_median_us(lambda: cache.evict(page_size), min(300, num_nodes // 4)),
+        evict_batch_us=_median_us(lambda: cache.evict(many * page_size), 50) / many,
+        host_bytes_per_token=(tree.pool.nbytes + cache._pin_count.nbytes) / num_tokens,
+    )
+
+
+def growth(page_size: int = 16) -> dict[str, Any]:
+    """`run_growth` at 10,000 and 1,000,000 nodes, and `run_turns` in tenths of 500 turns."""
+    sizes = [asdict(run_growth(n, page_size=page_size)) for n in (10_000, 1_000_000)]
+    turns = np.array(run_turns(500, page_size=page_size)).reshape(10, 50)
+    return {"sizes": sizes, "turn_us": np.median(turns, axis=1).round(1).tolist()}
+
+
+def run_turns(num_turns: int, *, page_size: int = 16, new_tokens: int = 50) -> list[float]:
+    """Microseconds of processor time of each turn of one agent that goes on with its lease."""
+    cache = make_cache((num_turns + 2) * new_tokens, page_size)
+    random = np.random.default_rng(0)
+    times = []
+    with cache.acquire(random.integers(0, VOCABULARY, new_tokens)) as lease:
+        for _ in range(num_turns):
+            more = random.integers(0, VOCABULARY, new_tokens)
+            start = time.thread_time()
+            lease.extend(more)
+            lease.commit(lease.num_tokens)
+            times.append((time.thread_time() - start) * 1e6)
+    return times
 
 
 def hardware() -> str:

@@ -22,7 +22,7 @@ from radixkv.batch import Run, build_batch
 from radixkv.cache import PrefixCache
 from radixkv.config import KVConfig
 from radixkv.demo import hardware
-from radixkv.linear import PackedLinear
+from radixkv.linear import SteadyLinear
 from radixkv.model import ModelRunner
 from radixkv.models import prepare_small_model
 
@@ -59,7 +59,7 @@ def profile_step(
     with ExitStack() as held:
         held.callback(runner.release)
         for module in runner.model.modules():
-            if isinstance(module, (PackedLinear, torch.nn.Linear)):
+            if isinstance(module, (SteadyLinear, torch.nn.Linear)):
                 module.forward = timed("products", module.forward)  # type: ignore[method-assign]
                 held.callback(module.__dict__.pop, "forward")
         config = KVConfig(dtype=kv_dtype, capacity=f"{2 * batch * length * 50}KiB")

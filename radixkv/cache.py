@@ -14,12 +14,12 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass
 from heapq import heappop, heappush
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ from radixkv.pool import (
     total_device_bytes,
 )
 from radixkv.quant import KVCodec, KVSpec, LayerPages
-from radixkv.radix import TOKEN_BYTES, Node, RadixTree, decode_tokens, encode_tokens
+from radixkv.radix import NamespaceStats, RadixTree, Tokens, decode_tokens, namespace_key
 from radixkv.reference import AttentionBatch, ScoreRule
 
 _DEFAULT_CAPACITY_SHARE = 4  # capacity=None: a quarter of the free memory
@@ -64,6 +64,7 @@ class CacheStats:
         shared_bytes_saved: bytes that owners of shared pages would need for own copies, now.
         nodes: nodes of the tree.
         utilization: tokens stored / token slots in used pages; 0 when none is used.
+        namespaces: pages and tokens of each namespace that has some cached.
     """
 
     capacity_bytes: int
@@ -82,6 +83,7 @@ class CacheStats:
     shared_bytes_saved: int
     nodes: int
     utilization: float
+    namespaces: tuple[NamespaceStats, ...]
 
 
 class Lease:
@@ -98,9 +100,9 @@ class Lease:
         "_namespace",
         "_num_cached",
         "_num_pages",
+        "_num_tokens",
         "_pages",
         "_released",
-        "_start",
         "_tokens",
         "_written",
     )
@@ -108,23 +110,22 @@ class Lease:
     def __init__(
         self,
         cache: PrefixCache,
-        tokens: bytes | bytearray,
+        tokens: Tokens,
         page_ids: PageIds,
         num_cached: int,
         namespace: Hashable,
         written: list[int],
-        start: tuple[Node, int] | None,
     ) -> None:
         self._cache = cache
-        self._tokens = tokens  # a bytearray once it has grown
-        self._pages = page_ids  # room for more than are used
+        self._tokens = tokens  # room for more than are used
+        self._num_tokens = tokens.size
+        self._pages = page_ids  # as above
         self._num_pages = page_ids.size
         self._num_cached = num_cached
         self._namespace = namespace
         self._written = written  # tokens with KV, by layer
         self._chunk_start = written[0]  # tokens from here on came last: the queries of attend
         self._batch: tuple[int, AttentionBatch] | None = None
-        self._start = start  # where the tree may go on from when this is committed
         self._released = False
         cache._leases[id(self)] = weakref.ref(self)
 
@@ -133,12 +134,12 @@ class Lease:
     @property
     def num_tokens(self) -> int:
         """Tokens of the sequence."""
-        return len(self._tokens) // TOKEN_BYTES
+        return self._num_tokens
 
     @property
     def token_ids(self) -> NDArray[np.int64]:
         """The sequence. [num_tokens] int64, a copy."""
-        return decode_tokens(bytes(self._tokens))
+        return decode_tokens(self._tokens[: self._num_tokens])
 
     @property
     def num_cached(self) -> int:
@@ -177,7 +178,7 @@ class Lease:
     def slots(self, start: int = 0, stop: int | None = None) -> NDArray[np.int64]:
         """Slots (page_id * page_size + offset) of tokens start to stop. [stop - start] int64."""
         self._require_open()
-        num_tokens = len(self._tokens) // TOKEN_BYTES
+        num_tokens = self._num_tokens
         stop = num_tokens if stop is None else stop
         if not 0 <= start <= stop <= num_tokens:
             raise ValueError(
@@ -273,12 +274,12 @@ class Lease:
         Complexity: O(new tokens).
         """
         self._require_open()
-        tokens = encode_tokens(token_ids)
-        if not tokens:
+        tokens = self._cache.tree.encode(token_ids)
+        if not tokens.size:
             return
         cache = self._cache
-        old = len(self._tokens) // TOKEN_BYTES
-        new = old + len(tokens) // TOKEN_BYTES
+        old = self._num_tokens
+        new = old + tokens.size
         page_size = cache.page_size
         more = -(-new // page_size) - self._num_pages
         # A page that this lease alone owns stays so whatever other threads do: no lock for it.
@@ -287,9 +288,12 @@ class Lease:
                 self._make_room(old, more)
         if self.num_written == old:
             self._chunk_start = old
-        if isinstance(self._tokens, bytes):
-            self._tokens = bytearray(self._tokens)
-        self._tokens += tokens
+        if new > self._tokens.size:
+            grown = np.empty(max(new, 2 * self._tokens.size), dtype=np.int32)
+            grown[:old] = self._tokens[:old]
+            self._tokens = grown
+        self._tokens[old:new] = tokens
+        self._num_tokens = new
         self._batch = None
 
     def _make_room(self, old: int, more: int) -> None:
@@ -317,11 +321,9 @@ class Lease:
         cache = self._cache
         with cache._guard:
             pages = self._pages[: self._num_pages].copy()
-            tokens, written = self._tokens[:], list(self._written)
+            tokens, written = self._tokens[: self._num_tokens].copy(), list(self._written)
             cache.pool.hold(pages)
-            other = Lease(
-                cache, tokens, pages, self._num_cached, self._namespace, written, self._start
-            )
+            other = Lease(cache, tokens, pages, self._num_cached, self._namespace, written)
             other._chunk_start = self._chunk_start
             return other
 
@@ -334,9 +336,7 @@ class Lease:
             keep = -(-num_tokens // cache.page_size)
             gone = self._pages[keep : self._num_pages].copy()
             self._num_pages = keep
-            self._tokens = self._tokens[: num_tokens * TOKEN_BYTES]
-            if self._start is not None and self._start[1] > len(self._tokens):
-                self._start = None
+            self._num_tokens = num_tokens
             self._written = [min(num_tokens, written) for written in self._written]
             self._num_cached = min(num_tokens, self._num_cached)
             self._chunk_start = min(num_tokens, self._chunk_start)
@@ -365,40 +365,26 @@ class Lease:
         if num_tokens is None:
             num_tokens = self.num_written
         else:
-            self.mark_written(num_tokens)
+            if type(num_tokens) is not int or not 0 <= num_tokens <= self._num_tokens:
+                num_tokens = require_int("num_tokens", num_tokens, 0, self._num_tokens)
+            if num_tokens > min(self._written):
+                self._written = [max(num_tokens, written) for written in self._written]
         cache = self._cache
         with cache._guard:
             if not num_tokens:
                 return
-            tokens = self._tokens
-            if num_tokens != self.num_tokens:
-                tokens = tokens[: num_tokens * TOKEN_BYTES]
-            if not isinstance(tokens, bytes):
-                tokens = bytes(tokens)
-            count = -(-num_tokens // cache.page_size)
-            placed = cache.tree.insert(
-                tokens,
-                self._pages[:count],
+            changed = cache.tree.insert(
+                self._tokens,
+                self._pages,
                 self._namespace,
-                start=self._start,
+                num_tokens=num_tokens,
+                # Its last page may hold tokens that the tree's page has not.
+                own_last=num_tokens == self._num_tokens,
                 priority=priority,
                 expires=None if ttl is None else cache._now() + ttl,
             )
-            self._start = placed.start
-            if num_tokens < self.num_tokens and num_tokens % cache.page_size:
-                count -= 1  # the tree's last page may hold other tokens after those committed
-            mine = self._pages[placed.first : count]
-            differ = np.flatnonzero(placed.page_ids[: mine.size] != mine)
-            if differ.size:
-                theirs, duplicates = placed.page_ids[differ], mine[differ]
-                pool = cache.pool
-                pool.hold(theirs)
-                for i in np.flatnonzero(pool.state[duplicates] > 1).tolist():
-                    pool.stand_in(int(duplicates[i]), int(theirs[i]))
-                mine[differ] = theirs
-                pool.drop(duplicates)
+            if changed:
                 self._batch = None
-                cache.tree.settle(placed.node)
 
     def release(self) -> None:
         """Give the pages back; committed ones stay cached. Calling it again does nothing."""
@@ -466,7 +452,7 @@ class Lease:
         if start >= self.num_tokens:
             return
         pages = self._pages[first : self._num_pages]
-        shared = np.flatnonzero(cache.pool.state[pages] > 1)
+        shared = np.flatnonzero(cache.pool.counts_of(pages) > 1)
         if not shared.size:
             return
         fresh = cache._allocate(shared.size, "write")
@@ -527,8 +513,10 @@ class _Guard:
     that gives back waits for the next call, and anything else that it asks is refused.
     """
 
-    def __init__(self, pending: Callable[[], Any], reclaim: Callable[[], None]) -> None:
-        self._pending = pending
+    __slots__ = ("_pending", "_reclaim", "inside", "lock")
+
+    def __init__(self, pending: tuple[Sized, ...], reclaim: Callable[[], None]) -> None:
+        self._pending = pending  # what is not empty when there is something to take back
         self.lock = threading.RLock()
         self._reclaim = reclaim
         self.inside = False
@@ -542,7 +530,8 @@ class _Guard:
                 "release() and unpin() may be"
             )
         self.inside = True
-        if self._pending():
+        returned, pins, expiries = self._pending
+        if returned or pins or expiries:
             try:
                 self._reclaim()
             except BaseException:
@@ -629,11 +618,11 @@ class PrefixCache:
             raise too_much from error
         self.storage.copier = self.backend.copy_pages
         self.lookups = self.lookup_tokens = self.hit_tokens = self.cow_copies = 0
-        self._guard = _Guard(self._has_returns, self._reclaim)
         self._returned: deque[PageIds | Pin] = deque()
         self._leases: dict[int, weakref.ref[Lease]] = {}  # for check() and stats()
         self._pins: set[Pin] = set()
         self._timed_pins: list[tuple[float, int, Pin]] = []  # heap by time of expiry
+        self._guard = _Guard((self._returned, self._timed_pins, self.tree.expiries), self._reclaim)
         self._num_timed = 0
         self._pin_count = np.zeros(num_pages + 1, dtype=np.int32)
         self._num_pinned = 0
@@ -654,48 +643,38 @@ class PrefixCache:
             ValueError, TypeError: no tokens, or some that are no ids.
             CapacityError: the rest does not fit, even after eviction.
         """
-        require_namespace(namespace)
-        tokens = encode_tokens(token_ids)
-        num_tokens = len(tokens) // TOKEN_BYTES
+        if namespace is not None:
+            require_namespace(namespace)
+        tree = self.tree
+        tokens = tree.encode(token_ids)
+        num_tokens = tokens.size
         if not num_tokens:
             raise ValueError("token_ids: expected at least one token, got none")
-        page_size, pool, tree = self.page_size, self.pool, self.tree
         with self._guard:
-            found = tree.match(tokens if full else tokens[:-TOKEN_BYTES], namespace)
-            held = found.page_ids
-            need = -(-num_tokens // page_size) - held.size
-            fresh = held[:0]
-            if held.size:
-                pool.hold(held)
-                if found.child is None:
-                    tree.settle(found.node)
-            try:
-                self._require_room(need, "acquire")
-                start = tree.touch(found)  # before eviction, which may join or remove its nodes
-                if need > pool.num_free:
-                    tree.evict(need - pool.num_free)
-                fresh = pool.allocate(need)
-                source = found.partial_page
-                # Eviction may have taken the page that is copied, even for this lease: what it
-                # holds is there until somebody writes, and nobody did.
-                if source and source != fresh[0]:
-                    self.storage.copy_page(source, int(fresh[0]), found.num_tokens % page_size)
+            lookup = num_tokens if full else num_tokens - 1
+            pages, num_cached = tree.acquire(tokens, lookup, namespace)
+            if num_cached < 0:
+                self._refuse_room("acquire", *tree.room)
+            source = tree.source
+            if source:
+                fresh = pages.item(num_cached // self.page_size)
+                if source != fresh:
+                    try:
+                        self.storage.copy_page(source, fresh, num_cached % self.page_size)
+                    except BaseException:
+                        self.pool.drop(pages)
+                        raise
                     self.cow_copies += 1
-                pages = np.concatenate((held, fresh))
-            except BaseException:
-                pool.drop(held)
-                pool.drop(fresh)
-                raise
             self.lookups += 1
             self.lookup_tokens += num_tokens
-            self.hit_tokens += found.num_tokens
-            written = [found.num_tokens] * self.spec.num_layers
-            return Lease(self, tokens, pages, found.num_tokens, namespace, written, start)
+            self.hit_tokens += num_cached
+            written = [num_cached] * self.spec.num_layers
+            return Lease(self, tokens, pages, num_cached, namespace, written)
 
     def match(self, token_ids: Any, namespace: Hashable = None) -> int:
         """How many leading tokens are cached; changes nothing, not even the eviction order."""
         require_namespace(namespace)
-        tokens = encode_tokens(token_ids)
+        tokens = self.tree.encode(token_ids)
         with self._guard:
             return self.tree.match(tokens, namespace).num_tokens
 
@@ -708,14 +687,12 @@ class PrefixCache:
             CapacityError: pins would hold more than ``KVConfig.pin_share`` of the pages.
         """
         require_namespace(namespace)
-        tokens = encode_tokens(token_ids)
+        tokens = self.tree.encode(token_ids)
         if ttl is not None:
             ttl = require_real("ttl", ttl, 0.0)
         with self._guard:
             found = self.tree.match(tokens, namespace)
             pages = found.page_ids
-            if found.partial_page:
-                pages = np.append(pages, found.partial_page)
             more = int(np.count_nonzero(self._pin_count[pages] == 0))
             budget = int(self.config.pin_share * self.pool.num_pages)
             if self._num_pinned + more > budget:
@@ -726,8 +703,7 @@ class PrefixCache:
             self.pool.hold(pages)
             self._pin_count[pages] += 1
             self._num_pinned += more
-            self.tree.settle(found.node if found.child is None else found.child)
-            self.tree.touch(found)
+            self.tree.touch(pages)
             expires = None if ttl is None else self._now() + ttl
             pin = Pin(self, pages, found.num_tokens, namespace)
             self._pins.add(pin)
@@ -752,9 +728,11 @@ class PrefixCache:
         require_namespace(namespace)
         with self._guard:
             every = namespace is _ALL
-            for pin in [p for p in self._pins if every or p.namespace == namespace]:
+            key = None if every else namespace_key(namespace)
+            for pin in [p for p in self._pins if every or namespace_key(p.namespace) == key]:
                 self._unpin(pin)
-            for name in list(self.tree.roots) if every else [namespace]:
+            roots = [root.namespace for root in self.tree.roots.values()]
+            for name in roots if every else [namespace]:
                 self.tree.clear(name)
 
     # --- KV ----------------------------------------------------------------------------
@@ -893,8 +871,8 @@ class PrefixCache:
         """
         wanted = None
         if prefixes is not None:
-            wanted = [encode_tokens(prefix, name="prefixes") for prefix in prefixes]
-            if not all(wanted):
+            wanted = [self.tree.encode(prefix, name="prefixes") for prefix in prefixes]
+            if not all(tokens.size for tokens in wanted):
                 raise ValueError("prefixes: expected at least one token in each, got none")
         if namespace is not _ALL:
             require_namespace(namespace)
@@ -902,7 +880,8 @@ class PrefixCache:
         with snapshot.shown_progress("saving", progress) as tell, snapshot.replacing(path) as file:
             fingerprint = self.identify()
             with self._guard:
-                names = list(self.tree.roots) if namespace is _ALL else [namespace]
+                every = snapshot.tree_namespaces(self.tree)
+                names = every if namespace is _ALL else [namespace]
                 saved, page_ids = snapshot.collect(
                     self.tree, namespaces=names, prefixes=wanted, now=self._now()
                 )
@@ -998,6 +977,7 @@ class PrefixCache:
                 shared_bytes_saved=int((owners[in_use] - 1).sum()) * self.codec.bytes_per_page,
                 nodes=self.tree.num_nodes,
                 utilization=stored / (used * self.page_size) if used else 0.0,
+                namespaces=self.tree.namespaces(),
             )
 
     def render(self, max_depth: int | None = None, tokenizer: Any = None) -> str:
@@ -1020,6 +1000,7 @@ class PrefixCache:
             tokenizer: shows text instead of token ids.
         """
         stats = asdict(self.stats())
+        del stats["namespaces"]  # shown where their trees are
         with self._guard:
             page = view.to_html(self.tree, tokenizer, self._pin_count > 0, self._head(), stats)
         Path(path).write_text(page, encoding="utf-8")
@@ -1027,7 +1008,7 @@ class PrefixCache:
     def explain(self, token_ids: Any, namespace: Hashable = None) -> view.Explanation:
         """Where and why the match of ``token_ids`` ends; changes nothing."""
         require_namespace(namespace)
-        tokens = encode_tokens(token_ids)
+        tokens = self.tree.encode(token_ids)
         with self._guard:
             return view.explain(self.tree, tokens, namespace)
 
@@ -1069,6 +1050,8 @@ class PrefixCache:
             if (pins != self._pin_count).any() or np.count_nonzero(pins) != self._num_pinned:
                 self._broken("the count of pinned pages")
             free = np.sort(pool.free_pages())
+            if not (0 <= pool.num_free <= pool.num_pages):
+                self._broken("the count of free pages")
             if not np.array_equal(free, np.flatnonzero(owners[1:] == 0) + 1):
                 self._broken("the free list is not the pages without an owner")
             lone = int(np.count_nonzero(pool.in_tree & (owners == 1)))
@@ -1086,14 +1069,16 @@ class PrefixCache:
 
     def _require_room(self, count: int, name: str) -> None:
         """Raise CapacityError unless ``count`` pages are free or evictable."""
-        pool = self.pool
-        if count > pool.num_available:
-            held = pool.num_pages - pool.num_available
-            raise CapacityError(
-                f"{name}: needs {count} pages of {self.page_size} tokens, {pool.num_available} "
-                f"of {pool.num_pages} are free or evictable ({held} are held); release leases "
-                f"or pins, or raise KVConfig.capacity"
-            )
+        if count > self.pool.num_available:
+            self._refuse_room(name, count, self.pool.num_available)
+
+    def _refuse_room(self, name: str, count: int, available: int) -> NoReturn:
+        total = self.pool.num_pages
+        raise CapacityError(
+            f"{name}: needs {count} pages of {self.page_size} tokens, {available} of {total} are "
+            f"free or evictable ({total - available} are held); release leases or pins, or raise "
+            f"KVConfig.capacity"
+        )
 
     def _allocate(self, count: int, name: str) -> PageIds:
         """Take pages, evicting if needed; nothing changes if they cannot be had."""
@@ -1132,17 +1117,13 @@ class PrefixCache:
         """Take pages or a pin back, now or, inside another call of this thread, after it."""
         guard = self._guard
         with guard.lock:
-            if guard.inside:
-                self._returned.append(what)
-                return
-            with guard:
-                if isinstance(what, Pin):
-                    self._unpin(what)
-                else:
-                    self.pool.drop(what)
-
-    def _has_returns(self) -> Any:
-        return self._returned or self._timed_pins or self.tree.expiries
+            self._returned.append(what)
+            if not guard.inside:
+                guard.inside = True
+                try:
+                    self._reclaim()
+                finally:
+                    guard.inside = False
 
     def _reclaim(self) -> None:
         """Take back what was given back or dropped, and what has outlived its time."""

@@ -597,6 +597,11 @@ def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         "of the pages (int8)",
     )
     parser.add_argument("--ids", choices=("list", "array"), default="list", help="as given (list)")
+    parser.add_argument(
+        "--growth",
+        action="store_true",
+        help="a match and an eviction at 10,000 and 1,000,000 nodes; 500 turns of an agent",
+    )
 
     engine = parser.add_argument_group("steps, offline and online")
     engine.add_argument("--batch", type=int, default=16, help="samples in a step (16)")
@@ -682,7 +687,15 @@ def _run_bench(arguments: argparse.Namespace) -> None:
     from rich.progress import track
     from rich.table import Table
 
-    from radixkv.bench_cache import hardware, run_trace
+    from radixkv.bench_cache import growth, hardware, run_trace
+
+    if arguments.growth:
+        record = {"hardware": hardware(), **growth(arguments.page_size)}
+        if not arguments.json:
+            for name, value in record.items():
+                print(f"{name}: {value}")
+        print(json.dumps(record))
+        return
 
     notes = Console(stderr=True)
     results = []

@@ -217,5 +217,5 @@ def _encode(engine: Engine, prompt: str | Chat) -> list[int]:
 
 
 def _fields(stats: Any) -> dict[str, Any]:
-    names = dataclasses.fields(stats)
-    return {field.name: getattr(stats, field.name) for field in names}
+    values = {field.name: getattr(stats, field.name) for field in dataclasses.fields(stats)}
+    return {name: value for name, value in values.items() if isinstance(value, (int, float))}

@@ -10,8 +10,12 @@ a page is free at 0 and evictable when the tree alone owns it.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,25 +28,52 @@ if TYPE_CHECKING:
 
     from radixkv.quant import KVCodec, LayerPages
 
-# A page's state: how many owners it has, whether the tree is one, whether it is watched.
-OWNERS = (1 << 20) - 1
-IN_TREE = 1 << 28
-WATCHED = 1 << 29
-LONE = IN_TREE + 1  # the tree alone owns it: evictable
-
 NULL_PAGE = 0  # padding reads and writes land here; never handed out, outside the capacity
 
 PageIds = NDArray[np.int64]  # as wide as an index: NumPy gathers by it three times as fast
+
+_FIRST_ROOTS = 16  # rows for roots of namespaces; they double as more are needed
+
+
+@functools.cache
+def load_kernel(plain: bool = False) -> ModuleType:
+    """The functions over pages in ``kernels/tree.py``: compiled by Numba, or as plain Python.
+
+    Without Numba, or with RADIXKV_PLAIN_TREE=1 in the environment, a `PagePool` takes the plain
+    ones. Imported here, because it loads Numba.
+    """
+    from radixkv_kernels import tree
+
+    compiled: ModuleType = tree
+    if not plain or not tree.COMPILED:
+        return compiled
+    name = "radixkv_kernels.tree_plain"
+    spec = importlib.util.spec_from_file_location(name, tree.__file__)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _as_is(array: NDArray[Any]) -> Any:
+    return array
+
+
+def _as_memory(array: NDArray[Any]) -> Any:
+    return memoryview(array)  # type: ignore[arg-type, unused-ignore]
 
 
 class PagePool:
     """Reference counts and the free list of pages 1 to ``num_pages``.
 
+    The arrays, and what their columns mean, are those of ``kernels/tree.py``: a row for each
+    page, then rows for the roots of the tree's namespaces.
+
     Attributes:
         num_pages: usable pages; page 0 (`NULL_PAGE`) comes on top.
-        state: owners, `IN_TREE` and `WATCHED` of each page, 0 if free. [num_pages + 1] int32.
-        num_evictable: pages that the tree alone owns.
-        on_release: called with the watched pages whose only owner is now the tree.
+        kernel: the functions that work on the arrays.
+        counts, links, keys, tokens, queues: the arrays; ``tokens`` is the tree's.
+        arrays: the same in the form that the kernel takes.
 
     >>> pool = PagePool(4)
     >>> pages = pool.allocate(3)
@@ -53,25 +84,44 @@ class PagePool:
     4
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, *, plain: bool | None = None) -> None:
         self.num_pages = num_pages
-        self.state = np.zeros(num_pages + 1, dtype=np.int32)
-        self.num_evictable = 0
-        self.on_release: Callable[[list[int]], None] | None = None
+        if plain is None:
+            plain = os.environ.get("RADIXKV_PLAIN_TREE") == "1"
+        self.kernel = kernel = load_kernel(plain)
+        # An array as the kernel takes it: plain Python reads a memoryview twice as fast.
+        self.for_kernel = _as_is if kernel.COMPILED else _as_memory
+        # Fresh zeros: the operating system commits memory only as pages are used.
+        self.counts = np.zeros(kernel.NOTED + kernel.NUM_NOTED, dtype=np.int64)
+        self.links = np.zeros((num_pages + 1 + _FIRST_ROOTS, kernel.NUM_LINKS), dtype=np.int32)
+        self.keys = np.zeros((num_pages + 1 + _FIRST_ROOTS, kernel.NUM_KEYS), dtype=np.int64)
+        self.tokens = np.zeros(0, dtype=np.int32)
+        self.queues = np.zeros((2, num_pages + 2), dtype=np.int32)
+        self.counts[kernel.NUM_PAGES] = self.counts[kernel.NUM_FREE] = num_pages
         # A stack with the lowest id on top, so that memory is touched only as pages are used.
-        self._free = np.arange(num_pages, 0, -1, dtype=np.int64)
-        self._num_free = num_pages
-        self._stand_ins: dict[int, int] = {}
+        self.queues[kernel.FREE, :num_pages] = np.arange(num_pages, 0, -1)
+        self._free_roots = list(range(num_pages + _FIRST_ROOTS, num_pages, -1))
+        self.hand_over()
+
+    def hand_over(self) -> None:
+        """Give the kernel the arrays, after one was replaced."""
+        arrays = (self.counts, self.links, self.keys, self.tokens, self.queues)
+        self.arrays = tuple(map(self.for_kernel, arrays))
 
     @property
     def num_free(self) -> int:
         """Pages without an owner."""
-        return self._num_free
+        return int(self.counts[self.kernel.NUM_FREE])
+
+    @property
+    def num_evictable(self) -> int:
+        """Pages that the tree alone owns."""
+        return int(self.counts[self.kernel.NUM_EVICTABLE])
 
     @property
     def num_available(self) -> int:
         """Pages that `allocate` can serve once the tree gives up all that it alone owns."""
-        return self._num_free + self.num_evictable
+        return self.num_free + self.num_evictable
 
     def allocate(self, count: int) -> PageIds:
         """Take ``count`` free pages, each with one owner, the caller; all or nothing.
@@ -81,86 +131,43 @@ class PagePool:
 
         Complexity: O(count).
         """
-        if count > self._num_free:
+        if count > self.num_free:
             raise CapacityError(
-                f"pages: asked for {count}, {self._num_free} of {self.num_pages} are free; "
+                f"pages: asked for {count}, {self.num_free} of {self.num_pages} are free; "
                 f"release leases or pins, or raise KVConfig.capacity"
             )
-        top = self._num_free - count
-        page_ids = self._free[top : self._num_free][::-1].copy()
-        self._num_free = top
-        self.state[page_ids] = 1
+        page_ids = np.empty(count, dtype=np.int64)
+        self.kernel.allocate(*self.arrays, self.for_kernel(page_ids), count)
         return page_ids
 
     def hold(self, page_ids: PageIds) -> None:
-        """Add an owner to pages that have one already; each id at most once in the call."""
-        state = self.state[page_ids]
-        self.num_evictable -= int(np.count_nonzero(state == LONE))
-        self.state[page_ids] = state + 1
+        """Add an owner to pages that have one already."""
+        self.kernel.hold(*self.arrays, self.for_kernel(page_ids), page_ids.size)
 
     def drop(self, page_ids: PageIds) -> None:
         """Take an owner other than the tree from pages; those left without one are free."""
-        if not page_ids.size:
-            return
-        state = self.state[page_ids] - 1
-        self.state[page_ids] = state
-        self.num_evictable += int(np.count_nonzero(state == LONE))
-        if np.count_nonzero(state) != state.size:
-            self._push(page_ids[state == 0])
-        lone = state == LONE + WATCHED
-        if np.count_nonzero(lone):
-            watched = page_ids[lone].tolist()
-            self.num_evictable += len(watched)
-            if self.on_release is not None:
-                self.on_release(watched)
-
-    def watch(self, page_id: int, watched: bool) -> None:
-        """Whether ``on_release`` is told when only the tree is left as the page's owner."""
-        state = self.state.item(page_id)
-        self.state[page_id] = state | WATCHED if watched else state & ~WATCHED
-
-    def enter_tree(self, page_ids: PageIds) -> None:
-        """Make the tree an owner of pages that others own and the tree does not.
-
-        A duplicate that enters stands in for no other page any more: its holders hold the
-        tree's own page now. (Kept, two pages could come to hold each other for ever.)
-        """
-        self.state[page_ids] += LONE
-        if self._stand_ins:
-            for page_id in [p for p in page_ids.tolist() if p in self._stand_ins]:
-                self.drop(np.array([self._stand_ins.pop(page_id)]))
-
-    def leave_tree(self, page_ids: PageIds) -> int:
-        """Take pages from the tree; those without another owner are free. Returns how many."""
-        state = self.state.take(page_ids)
-        state &= OWNERS
-        state -= 1
-        self.state[page_ids] = state
-        freed = page_ids[state == 0]
-        self.num_evictable -= freed.size
-        if freed.size:
-            self._push(freed)
-        return int(freed.size)
-
-    def free_lone(self, page_ids: PageIds) -> None:
-        """Free pages that the tree alone owns."""
-        self.state[page_ids] = 0
-        self.num_evictable -= page_ids.size
-        self._push(page_ids)
+        self.kernel.drop(*self.arrays, self.for_kernel(page_ids), page_ids.size)
 
     def count(self, page_id: int) -> int:
         """Owners of one page, the tree among them."""
-        return self.state.item(page_id) & OWNERS
+        kernel = self.kernel
+        return int(self.links.item(page_id, kernel.STATE) & kernel.OWNERS)
+
+    def counts_of(self, page_ids: PageIds) -> NDArray[np.int32]:
+        """Owners of each page given, the tree among them."""
+        owners: NDArray[np.int32] = self.links[page_ids, self.kernel.STATE] & self.kernel.OWNERS
+        return owners
 
     @property
     def ref_count(self) -> NDArray[np.int32]:
         """Owners of each page, the tree among them. [num_pages + 1] int32, a copy."""
-        return self.state & OWNERS
+        state = self.links[: self.num_pages + 1, self.kernel.STATE]
+        return np.asarray(state & self.kernel.OWNERS)
 
     @property
     def in_tree(self) -> NDArray[np.bool_]:
         """Whether the tree is an owner. [num_pages + 1] bool, a copy."""
-        return np.asarray((self.state & IN_TREE) != 0, dtype=np.bool_)
+        return np.asarray(self.links[: self.num_pages + 1, self.kernel.STATE] >= self.kernel.LONE)
 
     def stand_in(self, page_id: int, tree_page: int) -> None:
         """Keep ``tree_page`` held for as long as ``page_id`` has an owner.
@@ -170,33 +177,37 @@ class PagePool:
         tree's own, and must never be held while the page before them in the tree is not: so
         the duplicate, while it lives, holds the tree's page in its holders' stead.
         """
-        previous = self._stand_ins.get(page_id)
-        self._stand_ins[page_id] = tree_page
-        self.hold(np.array([tree_page]))
-        if previous is not None:
-            self.drop(np.array([previous]))
+        self.kernel.stand_in(*self.arrays, page_id, tree_page)
 
     def stand_ins(self) -> dict[int, int]:
         """Duplicates that still have holders, and the tree pages that they hold."""
-        return dict(self._stand_ins)
+        held = self.links[: self.num_pages + 1, self.kernel.STANDS_FOR]
+        return {page_id: int(held[page_id]) for page_id in np.flatnonzero(held).tolist()}
 
-    def _push(self, freed: PageIds) -> None:
-        # Reversed, so that a run freed together is handed out again in its order.
-        self._free[self._num_free : self._num_free + freed.size] = freed[::-1]
-        self._num_free += int(freed.size)
-        if self._stand_ins:
-            held = [self._stand_ins.pop(p) for p in freed.tolist() if p in self._stand_ins]
-            for page_id in held:  # one at a time: two duplicates may hold one page
-                self.drop(np.array([page_id]))
+    def add_root(self) -> int:
+        """A row for the root of a namespace's tree."""
+        if not self._free_roots:
+            rows = len(self.links)
+            more = rows - self.num_pages - 1
+            self.links = np.concatenate([self.links, np.zeros_like(self.links[:more])])
+            self.keys = np.concatenate([self.keys, np.zeros_like(self.keys[:more])])
+            self._free_roots = list(range(rows + more - 1, rows - 1, -1))
+            self.hand_over()
+        return self._free_roots.pop()
+
+    def remove_root(self, row: int) -> None:
+        """Give a row back."""
+        self._free_roots.append(row)
 
     @property
     def nbytes(self) -> int:
         """Host bytes of the bookkeeping arrays."""
-        return self.state.nbytes + self._free.nbytes
+        arrays = (self.counts, self.links, self.keys, self.tokens, self.queues)
+        return sum(array.nbytes for array in arrays)
 
     def free_pages(self) -> PageIds:
         """The free pages, in no order."""
-        return self._free[: self._num_free].copy()
+        return self.queues[self.kernel.FREE, : self.num_free].astype(np.int64)
 
 
 def free_device_bytes(device: torch.device) -> int:
@@ -309,5 +320,6 @@ __all__ = [
     "PageStorage",
     "capacity_pages",
     "free_device_bytes",
+    "load_kernel",
     "total_device_bytes",
 ]

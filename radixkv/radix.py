@@ -1,50 +1,43 @@
 """The radix tree: which runs of tokens are cached, and in which pages; no torch here.
 
-Tokens are held as bytes, four a token, big-endian, so that bytes sort as tokens do and runs
-are compared by memcmp. A node is an edge: a run of tokens that begins on a page border, and
-its pages. Only the last page of a leaf may be part-filled. The children of a node are keyed
-by their first page's tokens; no key is a prefix of another, so the child that shares the most
-tokens of a page with a query is a neighbour of the query's page in their order.
-
-The tree owns its pages in a `PageLedger` (`radixkv.pool.PagePool`); whoever else holds a page
-keeps it from eviction. A holder of a page holds all pages before it in the tree too.
+Every page is a node of the tree, a row in the arrays of `radixkv.pool.PagePool`; the work on
+them is in ``kernels/tree.py``, compiled where Numba is installed. Here is what surrounds it:
+token ids in, namespaces, expiry times, and runs of pages for whoever looks.
 """
 
 from __future__ import annotations
 
 import array
-import sys
-from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable, Iterator
+import struct
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from sortedcontainers import SortedDict, SortedList
 
 from radixkv.errors import CacheInvariantError
 
-Run = bytes | bytearray  # bytes until it grows or shrinks: half the memory of a bytearray
+if TYPE_CHECKING:
+    from radixkv.pool import PagePool
+
+Tokens = NDArray[np.int32]
 PageIds = NDArray[np.int64]  # as wide as an index: NumPy gathers by it three times as fast
 
-TOKEN_BYTES = 4
 MAX_TOKEN_ID = 2**31 - 1
-ID_BYTES = 8
-_BIG_ENDIAN = np.dtype(">u4")
-_NO_PAGES: PageIds = np.empty(0, dtype=np.int64)
-EXPIRED = -(2**63)  # the priority of what has outlived its time
-_REMEMBERED = 4096  # evicted runs whose digest is kept, to explain misses
-_WIDE = 256  # children from which on their order is a SortedList, not a list
+_NO_TOKENS: Tokens = np.empty(0, dtype=np.int32)
 
 
-def encode_tokens(token_ids: Any, *, name: str = "token_ids") -> bytes:
-    """Turn token ids into the tree's bytes.
+def encode_tokens(token_ids: Any, *, name: str = "token_ids") -> Tokens:
+    """Turn token ids into the tree's own form, an array that nobody else has.
 
     Args:
         token_ids: a list or tuple of integers (Python, NumPy or torch), or a NumPy or torch
             integer array of one dimension.
+    Returns:
+        [len(token_ids)] int32.
     Raises:
         TypeError: not a sequence of integers (bool is none).
         ValueError: an id below 0 or above 2**31 - 1.
@@ -52,62 +45,66 @@ def encode_tokens(token_ids: Any, *, name: str = "token_ids") -> bytes:
     Complexity: O(len(token_ids)), without a Python loop.
 
     >>> encode_tokens([1, 258])
-    b'\\x00\\x00\\x00\\x01\\x00\\x00\\x01\\x02'
+    array([  1, 258], dtype=int32)
     """
     if not isinstance(token_ids, (list, tuple)):
-        return _as_array(token_ids, name).astype(_BIG_ENDIAN).tobytes()
-    if len(token_ids) == 1 and type(token_ids[0]) is int and 0 <= token_ids[0] <= MAX_TOKEN_ID:
-        return token_ids[0].to_bytes(TOKEN_BYTES, "big")  # a decode step: no array for one token
+        return _from_array(token_ids, name)
     try:
-        native = array.array("I", token_ids)
+        native = array.array("I", token_ids)  # the fastest there is: a third of np.array's time
     except (TypeError, OverflowError):
         _refuse(token_ids, name)
         raise
     if not native:
-        return b""
-    # As signed numbers: too large ones are negative. A bool passes for 0 or 1, so only those
-    # need a look at their type.
-    if np.minimum.reduce(np.frombuffer(native, dtype=np.int32)) <= 1:
-        low = [i for i, token_id in enumerate(native) if token_id <= 1 or token_id > MAX_TOKEN_ID]
+        return _NO_TOKENS
+    tokens = np.frombuffer(native, dtype=np.int32)
+    # Too large ones are negative now. A bool passes for 0 or 1, so those are looked at.
+    if np.minimum.reduce(tokens) <= 1:
+        low = np.flatnonzero(tokens <= 1).tolist()
         if any(native[i] > MAX_TOKEN_ID or not _is_integer(token_ids[i]) for i in low):
             _refuse(token_ids, name)
-    if sys.byteorder == "little":
-        native.byteswap()
-    return native.tobytes()
+    return tokens
 
 
-def decode_tokens(tokens: bytes | bytearray | memoryview) -> NDArray[np.int64]:
-    """The token ids that `encode_tokens` made the bytes from.
+def decode_tokens(tokens: Tokens) -> NDArray[np.int64]:
+    """The token ids that `encode_tokens` made the array from.
 
     >>> decode_tokens(encode_tokens([7, 1])).tolist()
     [7, 1]
     """
-    return np.frombuffer(tokens, dtype=">u4").astype(np.int64)
+    return tokens.astype(np.int64)
 
 
-def _as_array(token_ids: Any, name: str) -> NDArray[Any]:
-    expected = f"{name}: expected a one-dimensional sequence of integer token ids"
-    if isinstance(token_ids, (str, bytes, bytearray)) or not (
-        hasattr(token_ids, "__array__") or hasattr(token_ids, "__len__")
-    ):
-        raise TypeError(f"{expected}, got {type(token_ids).__name__}")
-    if getattr(token_ids, "is_cuda", False):
-        token_ids = token_ids.cpu()
-    values = np.asarray(token_ids)
-    if values.ndim != 1:
-        raise TypeError(f"{expected}, got {values.ndim} dimensions; flatten it first")
+def _from_array(token_ids: Any, name: str) -> Tokens:
+    values = token_ids
+    if type(values) is not np.ndarray:
+        expected = f"{name}: expected a one-dimensional sequence of integer token ids"
+        if isinstance(values, (str, bytes, bytearray)) or not (
+            hasattr(values, "__array__") or hasattr(values, "__len__")
+        ):
+            raise TypeError(f"{expected}, got {type(values).__name__}")
+        if getattr(values, "is_cuda", False):
+            values = values.cpu()
+        values = np.asarray(values)
+    dtype = values.dtype
+    if values.ndim != 1 or (values.size and dtype.kind not in "iu"):
+        expected = f"{name}: expected a one-dimensional sequence of integer token ids"
+        if values.ndim != 1:
+            raise TypeError(f"{expected}, got {values.ndim} dimensions; flatten it first")
+        raise TypeError(f"{expected}, got dtype {dtype}; convert it to integers first")
     if not values.size:
-        return values
-    if values.dtype.kind not in "iu":
-        raise TypeError(f"{expected}, got dtype {values.dtype}; convert it to integers first")
+        return _NO_TOKENS
     # One pass for both limits: as unsigned numbers, negative ones are the largest.
-    unsigned = values.view(f"u{values.dtype.itemsize}")
-    if np.maximum.reduce(unsigned) > min(MAX_TOKEN_ID, np.iinfo(values.dtype).max):
+    unsigned = values.view(_UNSIGNED[dtype.itemsize])
+    if np.maximum.reduce(unsigned) > (MAX_TOKEN_ID if dtype.itemsize > 2 else np.iinfo(dtype).max):
         low, high = int(values.min()), int(values.max())
         raise ValueError(
             f"{name}: expected ids from 0 to {MAX_TOKEN_ID}, got {low if low < 0 else high}"
         )
-    return values
+    tokens: Tokens = values.astype(np.int32)
+    return tokens
+
+
+_UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
 
 def _is_integer(value: Any) -> bool:
@@ -134,189 +131,80 @@ def _refuse(token_ids: Any, name: str) -> None:
             )
 
 
-def common_prefix(a: bytes | bytearray, b: bytes, start: int) -> int:
-    """How many bytes ``a`` and ``b[start:]`` share from their beginning.
+def common_prefix(a: Tokens, b: Tokens) -> int:
+    """How many tokens two sequences share from their beginning.
 
-    Galloping: runs that double, then halves of the one that differs; bulk compares only.
+    Complexity: O(min(len(a), len(b))), one vectorized compare.
 
-    Complexity: O(result) byte compares by memcmp.
+    >>> common_prefix(encode_tokens([1, 2, 3]), encode_tokens([1, 2, 4, 5]))
+    2
     """
-    end = min(len(a), len(b) - start)
-    low, step = 0, 64
-    while low < end:
-        high = min(low + step, end)
-        left, right = a[low:high], b[start + low : start + high]
-        if left == right:
-            low, step = high, step * 2
-            continue
-        while high - low > 64:
-            middle = (low + high) // 2
-            if a[low:middle] == b[start + low : start + middle]:
-                low = middle
-            else:
-                high = middle
-        return low + _bytes_shared(a[low:high], b[start + low : start + high])
-    return end
+    length = min(a.size, b.size)
+    differ = np.flatnonzero(a[:length] != b[:length])
+    return int(differ[0]) if differ.size else length
 
 
-def _bytes_shared(a: bytes | bytearray, b: bytes) -> int:
-    """How many bytes two short runs share from their beginning: the first set bit of a xor."""
-    length = min(len(a), len(b))
-    differ = int.from_bytes(a[:length], "big") ^ int.from_bytes(b[:length], "big")
-    return length - (differ.bit_length() + 7) // 8
+def namespace_key(namespace: Hashable) -> Hashable:
+    """What a namespace is looked up by: 1, True and 1.0 are equal but are three namespaces.
+
+    >>> namespace_key(1) == namespace_key(True), namespace_key("a") == namespace_key("a")
+    (False, True)
+    """
+    if namespace is None or type(namespace) is str:  # as most are
+        return namespace
+    if type(namespace) is tuple:
+        return (tuple, *map(namespace_key, namespace))
+    return (type(namespace), namespace)
 
 
-class PageLedger(Protocol):
-    """What the tree asks of the pool; `radixkv.pool.PagePool` says what each does."""
-
-    on_release: Callable[[list[int]], None] | None
-
-    @property
-    def in_tree(self) -> NDArray[np.bool_]: ...
-    def count(self, page_id: int) -> int: ...
-    def watch(self, page_id: int, watched: bool) -> None: ...
-    def free_lone(self, page_ids: PageIds) -> None: ...
-    def enter_tree(self, page_ids: PageIds) -> None: ...
-    def leave_tree(self, page_ids: PageIds) -> int: ...
-    def stand_in(self, page_id: int, tree_page: int) -> None: ...
-
-
-class Children:
-    """A node's children by their first page's tokens, in the order of those tokens."""
-
-    __slots__ = ("by_key", "order")
-
-    def __init__(self) -> None:
-        self.by_key: dict[bytes, Node] = {}
-        self.order: Any = []  # list while there are few, then SortedList; both of bytes
-
-    def __len__(self) -> int:
-        return len(self.by_key)
-
-    def add(self, key: bytes, node: Node) -> None:
-        """Complexity: O(log(children))."""
-        self.by_key[key] = node
-        if isinstance(self.order, list):
-            insort(self.order, key)
-            if len(self.order) > _WIDE:
-                self.order = SortedList(self.order)
-        else:
-            self.order.add(key)
-
-    def remove(self, key: bytes) -> None:
-        del self.by_key[key]
-        if isinstance(self.order, list):
-            del self.order[bisect_left(self.order, key)]
-        else:
-            self.order.remove(key)
-
-    def closest(self, key: bytes) -> tuple[Node, int] | None:
-        """The child that shares the most bytes with ``key``, and how many; None below a token."""
-        order = self.order
-        at = bisect_left(order, key) if isinstance(order, list) else order.bisect_left(key)
-        begin = key[:TOKEN_BYTES]
-        best, shared = b"", 0
-        if at and order[at - 1].startswith(begin):
-            best = order[at - 1]
-            shared = _bytes_shared(best, key)
-        if at < len(order) and order[at].startswith(begin):
-            length = _bytes_shared(order[at], key)
-            if length > shared:
-                best, shared = order[at], length
-        return (self.by_key[best], shared) if shared else None
-
-
-class Node:
-    """An edge of the tree: a run of tokens and its pages.
+class Root(NamedTuple):
+    """The beginning of a namespace's tree.
 
     Attributes:
-        tokens: the run, four bytes a token; begins on a page border.
-        page_ids: one page per ``page_size`` tokens, int64 as bytes.
-        parent, children: None for a root; None for a leaf.
-        last_access: logical clock of the last match or insert that passed here.
-        num_hits: how many did.
-        priority, expires: for the "priority" policy; ``expires`` is a time in seconds or None.
-        end: where it ends: bytes from the beginning of the sequence.
-        key: its key among the evictable leaves, or None if it is not one.
-        blocked_by: its last page, while somebody else holds that; else 0.
+        namespace: as it was first given.
+        last_page: the row whose children are the namespace's first pages.
     """
 
-    __slots__ = (
-        "blocked_by",
-        "children",
-        "end",
-        "expires",
-        "key",
-        "last_access",
-        "num_hits",
-        "page_ids",
-        "parent",
-        "priority",
-        "tokens",
-    )
-
-    def __init__(self, tokens: Run, page_ids: Run, parent: Node | None, end: int) -> None:
-        self.end = end
-        self.tokens = tokens
-        self.page_ids = page_ids
-        self.parent = parent
-        self.children: Children | None = None
-        self.last_access = 0
-        self.num_hits = 0
-        self.priority = 0
-        self.expires: float | None = None
-        self.key: Any = None
-        self.blocked_by = 0
-
-    def make_mutable(self) -> tuple[bytearray, bytearray]:
-        """The run and its pages in a form that grows and shrinks in place."""
-        if not isinstance(self.tokens, bytearray):
-            self.tokens, self.page_ids = bytearray(self.tokens), bytearray(self.page_ids)
-        assert isinstance(self.page_ids, bytearray)
-        return self.tokens, self.page_ids
+    namespace: Hashable
+    last_page: int
 
 
-def _without_front(run: Run, count: int) -> Run:
-    if isinstance(run, bytes):
-        return run[count:]
-    del run[:count]
-    return run
+@dataclass(frozen=True, kw_only=True)
+class NamespaceStats:
+    """What a namespace holds.
+
+    Attributes:
+        namespace: as it was first given.
+        pages, tokens: in the tree.
+    """
+
+    namespace: Hashable
+    pages: int
+    tokens: int
 
 
-class Root(Node):
-    """The empty node above a namespace's tree."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Node:
+    """A run of pages that are used, and evicted, as one; made anew whenever one looks.
 
-    __slots__ = ("namespace",)
+    Attributes:
+        tokens: the run. [n] int32.
+        page_ids: its pages. [ceil(n / page_size)] int64; the last may be part-filled.
+        end: where it ends: tokens from the beginning of the sequence.
+        last_access: logical clock of the last match or commit that passed here.
+        num_hits: how many did.
+        priority, expires: for the "priority" policy; ``expires`` is a time in seconds or None.
+        last_page: the page whose children come next.
+    """
 
-    def __init__(self, namespace: Hashable) -> None:
-        super().__init__(b"", b"", None, 0)
-        self.namespace = namespace
-
-
-def _page_at(node: Node, index: int) -> int:
-    at = ID_BYTES * index
-    return int.from_bytes(node.page_ids[at : at + ID_BYTES], sys.byteorder)
-
-
-def _lru_key(node: Node) -> Any:
-    return node.last_access
-
-
-def _lfu_key(node: Node) -> Any:
-    return (node.num_hits, node.last_access)
-
-
-def _priority_key(node: Node) -> Any:
-    return (node.priority, node.last_access)
-
-
-#: An eviction policy is a key: the evictable leaf with the smallest goes first. Keys must
-#: be unique, hence end in ``last_access``, and may change only where the tree re-keys.
-POLICIES: dict[str, Callable[[Node], Any]] = {
-    "lru": _lru_key,
-    "lfu": _lfu_key,
-    "priority": _priority_key,
-}
+    tokens: Tokens
+    page_ids: PageIds
+    end: int
+    last_access: int
+    num_hits: int
+    priority: int
+    expires: float | None
+    last_page: int
 
 
 class Match(NamedTuple):
@@ -324,47 +212,36 @@ class Match(NamedTuple):
 
     Attributes:
         num_tokens: its length.
-        page_ids: its full pages. [num_tokens // page_size] int64.
-        partial_page: the page that holds the tokens after those, or 0 if there are none.
-        node: the last node whose whole edge matched (or a root); child: the one in whose edge
-            the match ends; cut: bytes of the child's edge that are whole pages of the match.
+        page_ids: its pages; with ``in_part`` the last one holds more, or less than a page.
+        in_part: whether the match ends inside a page.
     """
 
     num_tokens: int
     page_ids: PageIds
-    partial_page: int
-    node: Node | None
-    child: Node | None
-    cut: int
+    in_part: bool
 
 
-class Inserted(NamedTuple):
-    """Where a sequence lies in the tree.
+def _bits(seconds: float) -> int:
+    return int(struct.unpack("q", struct.pack("d", seconds))[0])
 
-    Attributes:
-        first: index of the first page that ``page_ids`` tells; those before it are the
-            caller's own already.
-        page_ids: the tree's pages from there on. int64.
-        node: the node in which it ends, for `RadixTree.settle`.
-        start: a node and its end from which the next insert of this sequence may begin.
-    """
 
-    first: int
-    page_ids: PageIds
-    node: Node
-    start: tuple[Node, int]
+def _seconds(bits: int) -> float:
+    return float(struct.unpack("d", struct.pack("q", bits))[0])
 
 
 class RadixTree:
     """Runs of tokens and their pages, exact to the token, with eviction tail first.
+
+    The tree is one owner of its pages in the pool; whoever else holds a page keeps it from
+    eviction, and holds all pages before it in the tree too.
 
     >>> from radixkv.pool import PagePool
     >>> pool = PagePool(8)
     >>> tree = RadixTree(4, pool)
     >>> pages = pool.allocate(2)
     >>> tokens = encode_tokens([1, 2, 3, 4, 5, 6])
-    >>> tree.insert(tokens, pages).page_ids.tolist()
-    [1, 2]
+    >>> tree.insert(tokens, pages)
+    0
     >>> pool.drop(pages)
     >>> tree.match(encode_tokens([1, 2, 3, 4, 5, 9])).num_tokens
     5
@@ -372,542 +249,429 @@ class RadixTree:
     (1, 4)
     """
 
-    def __init__(self, page_size: int, pool: PageLedger, eviction: str = "lru") -> None:
+    def __init__(self, page_size: int, pool: PagePool, eviction: str = "lru") -> None:
         self.page_size = page_size
-        self.page_bytes = page_size * TOKEN_BYTES
         self.pool = pool
-        self.roots: dict[Hashable, Root] = {}
-        self.num_nodes = 0
-        self.num_tokens = 0
-        self.evicted_pages = 0
-        self.clock = 0
-        self._policy = POLICIES[eviction]
-        self._evictable: Any = SortedDict()  # policy key -> leaf
-        self._blocked: dict[int, Node] = {}  # tail page held by others -> leaf
-        self.expiries: list[tuple[float, int, Node]] = []  # heap; stale entries are skipped
+        self.kernel = kernel = pool.kernel
+        self.roots: dict[Hashable, Root] = {}  # by `namespace_key`
+        self._keys: dict[int, Hashable] = {}  # the same by row
+        pool.tokens = np.zeros((pool.num_pages + 1) * page_size, dtype=np.int32)
+        pool.hand_over()
+        # An eviction policy is the column of `keys` that is looked at first: the smallest goes.
+        columns = {
+            "lru": kernel.LAST_ACCESS,
+            "lfu": kernel.NUM_HITS,
+            "priority": kernel.PRIORITY,
+        }
+        pool.counts[kernel.PAGE_SIZE] = page_size
+        pool.counts[kernel.POLICY] = columns[eviction]
+        self.expiries: list[tuple[float, int, PageIds]] = []  # heap; stale entries are skipped
         self._num_scheduled = 0
-        self._evicted_runs: dict[int, None] = {}  # digests, oldest first
-        pool.on_release = self._on_release
+        # Looked up once: what every request calls.
+        self._acquire, self._commit, self._emptied = kernel.acquire, kernel.commit, kernel.EMPTIED
 
-    # --- reading -----------------------------------------------------------------------
+    # --- totals ------------------------------------------------------------------------
 
-    def match(self, tokens: bytes, namespace: Hashable = None) -> Match:
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are cached."""
+        return int(self.pool.counts[self.kernel.NUM_TOKENS])
+
+    @property
+    def evicted_pages(self) -> int:
+        """Pages evicted so far."""
+        return int(self.pool.counts[self.kernel.NUM_EVICTED])
+
+    @property
+    def clock(self) -> int:
+        """Counts every use; pages remember when theirs was."""
+        return int(self.pool.counts[self.kernel.CLOCK])
+
+    @property
+    def num_nodes(self) -> int:
+        """Runs of pages that are used as one. Complexity: O(pages), vectorized."""
+        kernel, pool = self.kernel, self.pool
+        pages = np.flatnonzero(pool.in_tree)
+        parents = pool.links[pages, kernel.PARENT]
+        top = pool.links[parents, kernel.CHILDREN]
+        alone = (top == pages) & (pool.links[pages, kernel.LEFT] == 0)
+        alone &= (pool.links[pages, kernel.RIGHT] == 0) & (parents <= pool.num_pages)
+        for column in self._deciding():
+            alone &= pool.keys[pages, column] == pool.keys[parents, column]
+        return int(pages.size - np.count_nonzero(alone))
+
+    def _deciding(self) -> tuple[int, ...]:
+        """The columns in which pages of one run agree."""
+        kernel = self.kernel
+        policy = self.pool.counts.item(kernel.POLICY)
+        extra = (kernel.EXPIRES,) if policy == kernel.PRIORITY else ()
+        return (policy, kernel.LAST_ACCESS, *extra)
+
+    # --- work --------------------------------------------------------------------------
+
+    def encode(self, token_ids: Any, *, name: str = "token_ids") -> Tokens:
+        """As `encode_tokens`; arrays of int64 in one pass of the kernel."""
+        if (
+            type(token_ids) is np.ndarray
+            and token_ids.dtype == np.int64
+            and token_ids.ndim == 1
+            and token_ids.flags.carray
+            and self.kernel.COMPILED
+        ):
+            tokens: Tokens = np.empty(token_ids.size, dtype=np.int32)
+            if self.kernel.narrow(token_ids, tokens):
+                return tokens
+        return encode_tokens(token_ids, name=name)
+
+    def match(self, tokens: Tokens, namespace: Hashable = None) -> Match:
         """Find the longest prefix of ``tokens`` that the namespace holds; changes nothing.
 
-        A caller that wants to keep the pages holds them, then calls `settle`; `touch` counts
-        the match as a use. In between, the tree must not change.
-
-        Complexity: O(len(tokens) / memcmp + edges * log(children)).
+        Complexity: O(len(tokens) + pages * log(siblings)).
         """
-        root = self.roots.get(namespace)
-        if root is None or root.children is None:
-            return Match(0, _NO_PAGES, 0, None, None, 0)
-        node, child, shared, passed, parts = self._walk(root, 0, tokens)
-        page_id = cut = 0
-        if child is not None:
-            full = shared // self.page_bytes
-            cut = full * self.page_bytes
-            if full:
-                parts.append(child.page_ids[: ID_BYTES * full])
-            if shared != cut:
-                page_id = _page_at(child, full)
-        page_ids = np.frombuffer(b"".join(parts), dtype=np.int64)
-        return Match((passed + shared) // TOKEN_BYTES, page_ids, page_id, node, child, cut)
+        pool, kernel = self.pool, self.kernel
+        pages = np.empty(tokens.size // self.page_size + 1, dtype=np.int64)
+        root = self.roots.get(namespace_key(namespace))
+        if root is None or not tokens.size:
+            return Match(0, pages[:0], False)
+        query = pool.for_kernel(tokens)
+        found = kernel.match(
+            *pool.arrays, root.last_page, query, tokens.size, pool.for_kernel(pages)
+        )
+        whole = found // self.page_size
+        source = pool.counts.item(kernel.SOURCE)
+        if not source:
+            return Match(found, pages[:whole], False)
+        pages[whole] = source
+        return Match(found, pages[: whole + 1], True)
 
-    def _walk(
-        self, node: Node, passed: int, tokens: bytes
-    ) -> tuple[Node, Node | None, int, int, list[Run]]:
-        """Descend from ``node``, where ``passed`` bytes have matched, while whole edges match.
+    def acquire(
+        self, tokens: Tokens, num_lookup: int, namespace: Hashable = None
+    ) -> tuple[PageIds, int]:
+        """Match, hold what matched and take pages for the rest, evicting; all or nothing.
 
+        What matched counts as used, to the page. The page whose tokens are to be copied to the
+        first new one is ``counts[SOURCE]``; it may have been evicted, even for this call, but
+        holds what it held until somebody writes.
+
+        Args:
+            num_lookup: leading tokens that are looked up; pages are taken for all.
         Returns:
-            the last node whose whole edge matched (or the root); the child in which the match
-            ends, if it ends inside an edge or in its part-filled last page; how many bytes of
-            the child's edge match, whole tokens; bytes before the child; page ids on the way.
-        """
-        page_bytes = self.page_bytes
-        parts: list[Run] = []
-        while passed < len(tokens) and node.children is not None:
-            key = tokens[passed : passed + page_bytes]
-            child = node.children.by_key.get(key)
-            if child is None:
-                closest = node.children.closest(key)
-                if closest is None:
-                    return node, None, 0, passed, parts
-                shared = closest[1] // TOKEN_BYTES * TOKEN_BYTES
-                return node, closest[0], shared, passed, parts
-            edge = child.tokens
-            if len(edge) % page_bytes == 0 and tokens.startswith(edge, passed):
-                passed += len(edge)
-                parts.append(child.page_ids)
-                node = child
-                continue
-            shared = common_prefix(edge, tokens, passed) // TOKEN_BYTES * TOKEN_BYTES
-            return node, child, shared, passed, parts
-        return node, None, 0, passed, parts
+            its pages [ceil(len(tokens) / page_size)] int64, each held by the caller now; how
+            many tokens were found. Or -1: `room` says what was missing.
 
-    # --- writing -----------------------------------------------------------------------
+        Complexity: O(len(tokens) + pages * log(siblings) + evicted * log(evictable)).
+        """
+        pool = self.pool
+        root = self.roots.get(namespace_key(namespace))
+        num_pages = -(-tokens.size // self.page_size)
+        pages = np.empty(num_pages, dtype=np.int64)
+        found = self._acquire(
+            *pool.arrays,
+            0 if root is None else root.last_page,
+            pool.for_kernel(tokens),
+            num_lookup,
+            num_pages,
+            pool.for_kernel(pages),
+        )
+        if pool.counts.item(self._emptied):
+            self._remove_empty_roots()
+        return pages, found
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """After an `acquire` that failed: pages that it needed, pages that could be had."""
+        counts = self.pool.counts
+        return counts.item(self.kernel.NEED), counts.item(self.kernel.ROOM)
+
+    @property
+    def source(self) -> int:
+        """After an `acquire`: the page whose tokens go to the first new one, or 0."""
+        return int(self.pool.counts[self.kernel.SOURCE])
 
     def insert(
         self,
-        tokens: bytes,
+        tokens: Tokens,
         page_ids: PageIds,
         namespace: Hashable = None,
         *,
-        start: tuple[Node, int] | None = None,
+        num_tokens: int | None = None,
+        own_last: bool = True,
         priority: int | None = None,
         expires: float | None = None,
-    ) -> Inserted:
-        """Make ``tokens`` findable; what is there already stays as it is.
+    ) -> int:
+        """Make ``tokens`` findable; what is there already stays as it is, and counts as used.
 
-        The tree becomes an owner of the pages that are new to it. The caller, who owns every
-        one of ``page_ids``, holds the returned pages in place of its duplicates, then calls
-        `settle` with the returned node.
+        The tree becomes an owner of the pages that are new to it. Of what it has already, the
+        caller is made a holder in place of its duplicates, which are given back.
 
         Args:
-            tokens: the whole sequence from its beginning; not empty.
-            page_ids: its pages, the last part-filled or not. [ceil(tokens / page_size)] int64.
-            start: what `touch` or an earlier insert returned for the beginning of this
-                sequence, while the caller has held all its pages since: saves the way there.
-
-        Complexity: as `match`, plus O(new tokens) and the bytes of an edge that is split.
-        """
-        page_bytes = self.page_bytes
-        node: Node | None = None
-        if (
-            start is not None
-            and start[0].parent is not None
-            and start[0].end == start[1] <= len(tokens)
-        ):
-            node, passed = start
-        else:
-            node, passed = self.roots.get(namespace), 0
-            if node is None:
-                node = self.roots[namespace] = Root(namespace)
-        first = passed // page_bytes
-        node, child, shared, passed, parts = self._walk(node, passed, tokens)
-        cut = shared // page_bytes * page_bytes
-        border = passed + cut
-        rest = tokens[border:] if border else tokens
-        end = node if child is None else child
-        inside = True
-        if child is not None:
-            parts.append(child.page_ids[: ID_BYTES * (cut // page_bytes)])
-        if not rest:
-            pass
-        elif child is not None and shared - cut == len(rest):
-            at = ID_BYTES * (cut // page_bytes)  # all of the rest lies in a page of the tree
-            parts.append(child.page_ids[at : at + ID_BYTES])
-        else:
-            inside = False
-            fresh = page_ids[border // page_bytes :]
-            parts.append(fresh.tobytes())
-            parts = [b"".join(parts)]  # now: a part may be an edge that is about to grow
-            if child is not None and shared == len(child.tokens):
-                self._grow(child, cut, rest, fresh)
-            elif child is None and node.children is None and node.parent is not None:
-                self._grow(node, len(node.tokens), rest, fresh)
-            else:
-                parent = self._split(child, cut) if child is not None and cut else node
-                end = self._add_leaf(parent, rest, fresh)
-        if inside:
-            parts = [b"".join(parts)]  # now: a split may merge an edge into the one above it
-            next_start = self._touch_end(node, child, cut, priority, expires)
-        else:
-            self._touch_path(end, priority, expires)
-            if end.key is None and not end.blocked_by:
-                self._place(end)
-            if end.end % page_bytes == 0:
-                next_start = end, end.end
-            else:
-                assert end.parent is not None
-                next_start = end.parent, end.parent.end
-        return Inserted(first, np.frombuffer(b"".join(parts), dtype=np.int64), end, next_start)
-
-    def _add_leaf(self, parent: Node, tokens: bytes, page_ids: PageIds) -> Node:
-        end = parent.end + len(tokens)
-        leaf = Node(tokens, page_ids.tobytes(), parent, end)
-        if parent.children is None:
-            parent.children = Children()
-        parent.children.add(tokens[: self.page_bytes], leaf)
-        self.num_nodes += 1
-        self.num_tokens += len(tokens) // TOKEN_BYTES
-        self.pool.enter_tree(page_ids)
-        return leaf
-
-    def _grow(self, leaf: Node, cut: int, tokens: bytes, page_ids: PageIds) -> None:
-        """Put ``tokens`` in place of what follows byte ``cut``: nothing, or a prefix of them."""
-        self._unplace(leaf)
-        cut_pages = cut // self.page_bytes
-        superseded = 0
-        if cut < len(leaf.tokens):
-            superseded = _page_at(leaf, cut_pages)
-            if cut == 0:
-                assert leaf.parent is not None and leaf.parent.children is not None
-                leaf.parent.children.remove(bytes(leaf.tokens))
-                leaf.parent.children.add(tokens[: self.page_bytes], leaf)
-        grown = cut + len(tokens) - len(leaf.tokens)
-        edge, pages = leaf.make_mutable()
-        edge[cut:] = tokens
-        pages[ID_BYTES * cut_pages :] = page_ids.tobytes()
-        leaf.end += grown
-        self.num_tokens += grown // TOKEN_BYTES
-        if not superseded:
-            self.pool.enter_tree(page_ids)
-        elif superseded == page_ids[0]:
-            self.pool.enter_tree(page_ids[1:])  # the same page, of which more is published now
-        else:
-            self.pool.enter_tree(page_ids)
-            if not self.pool.leave_tree(np.array([superseded])):
-                # Its holders (a pin) keep what they hold findable.
-                self.pool.stand_in(superseded, int(page_ids[0]))
-
-    def _split(self, lower: Node, cut: int) -> Node:
-        """Give the first ``cut`` bytes of an edge to a new node above it; returns that node."""
-        parent = lower.parent
-        assert parent is not None and parent.children is not None
-        cut_pages = ID_BYTES * (cut // self.page_bytes)
-        end = lower.end - len(lower.tokens) + cut
-        upper = Node(lower.tokens[:cut], lower.page_ids[:cut_pages], parent, end)
-        upper.last_access, upper.num_hits = lower.last_access, lower.num_hits
-        upper.priority, upper.expires = lower.priority, lower.expires
-        if upper.expires is not None:
-            self._schedule(upper)
-        parent.children.by_key[bytes(upper.tokens[: self.page_bytes])] = upper
-        lower.tokens = _without_front(lower.tokens, cut)
-        lower.page_ids = _without_front(lower.page_ids, cut_pages)
-        lower.parent = upper
-        upper.children = Children()
-        upper.children.add(bytes(lower.tokens[: self.page_bytes]), lower)
-        self.num_nodes += 1
-        return upper
-
-    def _join(self, node: Node) -> bool:
-        """Join an inner node with its only child, if the two would be evicted as one.
-
-        The child stays, so that its own children keep their parent.
-        """
-        assert node.children is not None and node.parent is not None
-        if len(node.children) != 1:
-            return False
-        (child,) = node.children.by_key.values()
-        if self._policy(node) != self._policy(child) or node.expires != child.expires:
-            return False
-        assert node.parent.children is not None
-        edge, pages = node.make_mutable()
-        edge += child.tokens
-        pages += child.page_ids
-        child.tokens, child.page_ids, child.parent = edge, pages, node.parent
-        child.num_hits = max(child.num_hits, node.num_hits)
-        node.parent.children.by_key[bytes(edge[: self.page_bytes])] = child
-        node.parent = None
-        self.num_nodes -= 1
-        return True
-
-    # --- who may go --------------------------------------------------------------------
-
-    def touch(self, found: Match) -> tuple[Node, int] | None:
-        """Count what ``found`` matched as used now, to the page.
-
-        An edge of which only a part matched is split there, so that its rest keeps its age;
-        but a single page that is left over counts as used too: it is mostly the last page of
-        a sequence that is asked for again, of which one token is always run anew.
-
+            tokens: the sequence from its beginning; not empty.
+            page_ids: its pages, all held by the caller; changed to the tree's.
+            num_tokens: how many of the tokens; None is all.
+            own_last: whether the last page, too, may be changed for the tree's.
+            priority, expires: for the pages of the whole sequence, where they have no higher.
         Returns:
-            what `insert` takes as ``start`` for a sequence that begins with this match.
+            how many of ``page_ids`` were changed.
 
-        Complexity: O(depth + log(leaves)), and the bytes of edges that are split or joined.
+        Complexity: O(len(tokens) + pages * log(siblings)).
         """
-        if found.node is None:
-            return None
-        return self._touch_end(found.node, found.child, found.cut, None, None)
+        pool, kernel = self.pool, self.kernel
+        key = namespace_key(namespace)
+        root = self.roots.get(key)
+        if root is None:
+            root = self.roots[key] = Root(namespace, pool.add_root())
+            self._keys[root.last_page] = key
+        num_tokens = tokens.size if num_tokens is None else num_tokens
+        changed: int = self._commit(
+            *pool.arrays,
+            root.last_page,
+            pool.for_kernel(tokens),
+            num_tokens,
+            own_last,
+            pool.for_kernel(page_ids),
+            kernel.NO_PRIORITY if priority is None else priority,
+            kernel.NEVER if expires is None else _bits(expires),
+        )
+        if expires is not None and priority is not None:
+            pages = page_ids[: -(-num_tokens // self.page_size)].copy()
+            pages[-1] = pool.counts.item(kernel.END)
+            self._schedule(expires, pages)
+        if self.expiries:
+            inherited = pool.counts.item(kernel.INHERITED)
+            until = self.expires_of(inherited)
+            if inherited and until is not None:
+                self._schedule(until, np.array([inherited], dtype=np.int64))
+        return changed
 
-    def _touch_end(
-        self,
-        node: Node,
-        child: Node | None,
-        cut: int,
-        priority: int | None,
-        expires: float | None,
-    ) -> tuple[Node, int]:
-        start = node
-        if child is not None:
-            if len(child.tokens) <= cut + self.page_bytes:
-                node = child
-            elif cut:
-                start = node = self._split(child, cut)
-        if node.parent is not None:
-            self._touch_path(node, priority, expires)
-        return start, start.end
-
-    def _touch_path(self, node: Node, priority: int | None, expires: float | None) -> None:
-        clock = self.clock = self.clock + 1
-        keyed = node.key is not None
-        if keyed:
-            del self._evictable[node.key]
-        walk, parent = node, node.parent
-        in_two = False
-        while parent is not None:
-            walk.last_access = clock
-            walk.num_hits += 1
-            if priority is not None and priority >= walk.priority:
-                walk.priority, walk.expires = priority, expires
-                if expires is not None:
-                    self._schedule(walk)
-            walk, parent = parent, parent.parent
-            if parent is not None and len(walk.children.by_key) == 1:  # type: ignore[union-attr]
-                in_two = True
-        if keyed:
-            node.key = self._policy(node)
-            self._evictable[node.key] = node
-        while in_two and node.parent is not None and node.parent.parent is not None:
-            if not self._join(node.parent):
-                node = node.parent
-
-    def _unkey(self, node: Node) -> None:
-        if node.key is not None:
-            del self._evictable[node.key]
-
-    def _rekey(self, node: Node) -> None:
-        if node.key is not None:
-            node.key = self._policy(node)
-            self._evictable[node.key] = node
-
-    def _schedule(self, node: Node) -> None:
-        assert node.expires is not None
-        self._num_scheduled += 1
-        heappush(self.expiries, (node.expires, self._num_scheduled, node))
-
-    def expire(self, now: float) -> None:
-        """Let the priorities whose time is over fall to the smallest.
-
-        Complexity: O(log(scheduled)) an expiry.
-        """
-        while self.expiries and self.expiries[0][0] <= now:
-            expires, _, node = heappop(self.expiries)
-            if node.expires != expires or node.parent is None:
-                continue  # it was given another time, or is gone
-            self._unkey(node)
-            node.priority, node.expires = EXPIRED, None
-            self._rekey(node)
-            if node.children is not None:
-                self._join(node)
-            elif node.parent.parent is not None:
-                self._join(node.parent)
-
-    def credit(self, node: Node, num_hits: int) -> None:
-        """Count that many more uses of a node and of all above it. Complexity: O(depth)."""
-        self._unkey(node)
-        walk: Node | None = node
-        while walk is not None:
-            walk.num_hits += num_hits
-            walk = walk.parent
-        self._rekey(node)
-
-    def settle(self, node: Node | None) -> None:
-        """Look again whether a leaf is evictable, after its last page got another holder."""
-        if node is not None and node.key is not None and self._is_held(node):
-            self._unplace(node)
-            self._place(node)
-
-    def _is_held(self, leaf: Node) -> bool:
-        return self.pool.count(self._tail_page(leaf)) > 1
-
-    def _tail_page(self, leaf: Node) -> int:
-        return int.from_bytes(leaf.page_ids[-ID_BYTES:], sys.byteorder)
-
-    def _place(self, leaf: Node) -> None:
-        """Put a leaf among the evictable ones, or the blocked ones if its last page is held."""
-        tail = self._tail_page(leaf)
-        if self.pool.count(tail) > 1:
-            leaf.blocked_by = tail
-            self._blocked[tail] = leaf
-            self.pool.watch(tail, True)
-        else:
-            leaf.key = self._policy(leaf)
-            self._evictable[leaf.key] = leaf
-
-    def _unplace(self, leaf: Node) -> None:
-        if leaf.key is not None:
-            del self._evictable[leaf.key]
-            leaf.key = None
-        elif leaf.blocked_by:
-            del self._blocked[leaf.blocked_by]
-            self.pool.watch(leaf.blocked_by, False)
-            leaf.blocked_by = 0
-
-    def _on_release(self, page_ids: list[int]) -> None:
-        for page_id in page_ids:
-            leaf = self._blocked.pop(page_id)
-            self.pool.watch(page_id, False)
-            leaf.blocked_by = 0
-            leaf.key = self._policy(leaf)
-            self._evictable[leaf.key] = leaf
+    def touch(self, page_ids: PageIds) -> None:
+        """Count the pages of a match as used now. Complexity: O(pages * log(evictable))."""
+        pool = self.pool
+        if page_ids.size:
+            self.kernel.touch(*pool.arrays, pool.for_kernel(page_ids), page_ids.size)
 
     def evict(self, num_pages: int) -> int:
-        """Free at least ``num_pages`` pages if so many are evictable; tail pages, oldest first.
+        """Free ``num_pages`` pages if so many are evictable; tail pages, oldest first.
 
         Returns:
             how many were freed.
 
-        Complexity: O(log(leaves)) a leaf, plus O(pages freed).
+        Complexity: O(log(evictable)) a page.
         """
-        left, gone = num_pages, []
-        while left > 0 and self._evictable:
-            _, leaf = self._evictable.popitem(0)
-            leaf.key = None
-            gone.append(self._trim(leaf, left))
-            left -= len(gone[-1]) // ID_BYTES
-        freed = num_pages - left
-        if freed:
-            self.pool.free_lone(np.frombuffer(b"".join(gone), dtype=np.int64))
-        self.evicted_pages += freed
+        pool = self.pool
+        freed: int = self.kernel.evict(*pool.arrays, num_pages)
+        self._remove_empty_roots()
         return freed
-
-    def _trim(self, leaf: Node, most: int) -> Run:
-        """Cut up to ``most`` pages off the end of an edge, up to the first that is held.
-
-        Returns:
-            their ids, as bytes; they are still to be freed.
-        """
-        count = len(leaf.page_ids) // ID_BYTES
-        keep = max(0, count - most)
-        # Who holds a page holds those before it: if the first is free to go, all are.
-        if self.pool.count(_page_at(leaf, keep)) > 1:
-            low, high = keep, count - 1  # the last one is nobody's, or it would be blocked
-            while high - low > 1:
-                middle = (low + high) // 2
-                if self.pool.count(_page_at(leaf, middle)) > 1:
-                    low = middle
-                else:
-                    high = middle
-            keep = high
-        gone = leaf.page_ids[ID_BYTES * keep :]
-        self._note_evicted(leaf, keep * self.page_bytes)
-        if not keep:
-            self.num_tokens -= len(leaf.tokens) // TOKEN_BYTES
-            self._remove(leaf)
-            return gone
-        cut = keep * self.page_bytes
-        lost = len(leaf.tokens) - cut
-        self.num_tokens -= lost // TOKEN_BYTES
-        leaf.end -= lost
-        edge, pages = leaf.make_mutable()
-        del edge[cut:]
-        del pages[ID_BYTES * keep :]
-        self._place(leaf)
-        return gone
-
-    def _note_evicted(self, leaf: Node, cut: int) -> None:
-        first = bytes(leaf.tokens[cut : cut + self.page_bytes])
-        start = leaf.end - len(leaf.tokens) + cut
-        self._evicted_runs[hash((start, first))] = None
-        if len(self._evicted_runs) > _REMEMBERED:
-            del self._evicted_runs[next(iter(self._evicted_runs))]
-
-    def was_evicted(self, start: int, tokens: bytes) -> bool:
-        """Whether a run that began with the page of ``tokens`` at byte ``start`` was evicted.
-
-        Told by a digest among the last evicted runs: for explanations, never for a hit.
-        """
-        return hash((start, tokens[start : start + self.page_bytes])) in self._evicted_runs
-
-    def _remove(self, leaf: Node) -> None:
-        parent = leaf.parent
-        assert parent is not None and parent.children is not None
-        parent.children.remove(bytes(leaf.tokens[: self.page_bytes]))
-        self.num_nodes -= 1
-        leaf.parent = None
-        if isinstance(parent, Root):
-            if not parent.children:
-                del self.roots[parent.namespace]
-        elif not parent.children:
-            parent.children = None
-            self._place(parent)
-        else:
-            self._join(parent)
 
     def clear(self, namespace: Hashable) -> int:
         """Forget a namespace; pages that others hold stay theirs. Returns the pages freed."""
-        root = self.roots.pop(namespace, None)
+        pool = self.pool
+        root = self.roots.pop(namespace_key(namespace), None)
         if root is None:
             return 0
-        freed = 0
-        for node in list(self.nodes(root)):
-            if node.children is None:
-                self._unplace(node)
-            freed += self.pool.leave_tree(np.frombuffer(bytes(node.page_ids), dtype=np.int64))
-            node.parent = None
-            self.num_nodes -= 1
-            self.num_tokens -= len(node.tokens) // TOKEN_BYTES
+        freed: int = self.kernel.clear(*pool.arrays, root.last_page)
+        del self._keys[root.last_page]
+        pool.remove_root(root.last_page)
         return freed
 
-    def nodes(self, root: Node) -> Iterator[Node]:
-        """Every node below ``root``, in no order."""
-        stack = [root]
+    def _remove_empty_roots(self) -> None:
+        """Forget the namespaces of whose pages the last is gone. Complexity: O(those)."""
+        pool, kernel = self.pool, self.kernel
+        row = pool.counts.item(kernel.EMPTIED)
+        pool.counts[kernel.EMPTIED] = 0
+        while row:
+            after = pool.links.item(row, kernel.LEFT)
+            pool.links[row, kernel.LEFT] = 0
+            if not pool.links[row, kernel.CHILDREN]:
+                del self.roots[self._keys.pop(row)]
+                pool.remove_root(row)
+            row = after
+
+    def _schedule(self, expires: float, page_ids: PageIds) -> None:
+        self._num_scheduled += 1
+        heappush(self.expiries, (expires, self._num_scheduled, page_ids))
+
+    def expire(self, now: float) -> None:
+        """Let the priorities whose time is over fall to the smallest.
+
+        Complexity: O(log(scheduled)) a commit, O(log(evictable)) a page.
+        """
+        pool = self.pool
+        while self.expiries and self.expiries[0][0] <= now:
+            expires, _, page_ids = heappop(self.expiries)
+            pages = pool.for_kernel(page_ids)
+            self.kernel.expire(*pool.arrays, pages, page_ids.size, _bits(expires))
+
+    # --- looking -----------------------------------------------------------------------
+
+    def held_below(self, root: Root) -> NamespaceStats:
+        """What one namespace holds. O(1)."""
+        row, kernel = self.pool.keys[root.last_page], self.kernel
+        return NamespaceStats(
+            namespace=root.namespace,
+            pages=int(row[kernel.BELOW_PAGES]),
+            tokens=int(row[kernel.BELOW_TOKENS]),
+        )
+
+    def namespaces(self) -> tuple[NamespaceStats, ...]:
+        """What every namespace holds that holds something. Complexity: O(namespaces)."""
+        return tuple(map(self.held_below, self.roots.values()))
+
+    def was_evicted(self, tokens: Tokens, depth: int) -> bool:
+        """Whether a run that began with ``tokens``' page number ``depth`` was evicted.
+
+        Told by a digest among the last evicted runs: for explanations, never for a hit.
+        """
+        kernel = self.kernel
+        start = depth * self.page_size
+        count = min(self.page_size, tokens.size - start)
+        wanted = kernel.digest(self.pool.for_kernel(tokens), start, count, depth)
+        return bool((self.pool.counts[kernel.NOTED :] == wanted).any())
+
+    def child_pages(self, row: int) -> list[int]:
+        """The pages that follow a page or a root, in the order of their tokens."""
+        links, kernel = self.pool.links, self.kernel
+        out: list[int] = []
+        above: list[int] = []
+        page = links.item(row, kernel.CHILDREN)
+        while page or above:
+            while page:
+                above.append(page)
+                page = links.item(page, kernel.LEFT)
+            page = above.pop()
+            out.append(page)
+            page = links.item(page, kernel.RIGHT)
+        return out
+
+    def children(self, parent: Node | Root) -> list[Node]:
+        """The nodes that follow a node or a root, in the order of their tokens."""
+        return [self._run_from(page) for page in self.child_pages(parent.last_page)]
+
+    def nodes(self, root: Root) -> Iterator[Node]:
+        """Every node below a root, each before those that follow it."""
+        stack = self.child_pages(root.last_page)
         while stack:
-            node = stack.pop()
-            if node is not root:
-                yield node
-            if node.children is not None:
-                stack.extend(node.children.by_key.values())
+            node = self._run_from(stack.pop())
+            yield node
+            stack.extend(self.child_pages(node.last_page))
+
+    def tokens_of(self, page_id: int) -> Tokens:
+        """What a page of the tree holds."""
+        start = page_id * self.page_size
+        return self.pool.tokens[start : start + self.pool.links.item(page_id, self.kernel.FILL)]
+
+    def expires_of(self, page_id: int) -> float | None:
+        """When the priority of a page of the tree falls; None is never."""
+        bits = self.pool.keys.item(page_id, self.kernel.EXPIRES)
+        return None if bits == self.kernel.NEVER else _seconds(bits)
+
+    def _run_from(self, page: int) -> Node:
+        links, keys, kernel = self.pool.links, self.pool.keys, self.kernel
+        deciding = self._deciding()
+        run, depth = [page], links.item(page, kernel.DEPTH)
+        while True:
+            after = links.item(run[-1], kernel.CHILDREN)
+            if not after or links[after, kernel.LEFT] or links[after, kernel.RIGHT]:
+                break
+            if any(keys[after, column] != keys[page, column] for column in deciding):
+                break
+            run.append(after)
+        tokens = np.concatenate([self.tokens_of(page_id) for page_id in run])
+        return Node(
+            tokens=tokens,
+            page_ids=np.array(run, dtype=np.int64),
+            end=depth * self.page_size + tokens.size,
+            last_access=keys.item(page, kernel.LAST_ACCESS),
+            num_hits=keys.item(page, kernel.NUM_HITS),
+            priority=keys.item(page, kernel.PRIORITY),
+            expires=self.expires_of(page),
+            last_page=run[-1],
+        )
 
     # --- proof -------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Walk every node; raise CacheInvariantError at the first thing that is wrong."""
+        """Walk every page; raise CacheInvariantError at the first thing that is wrong."""
 
         def require(ok: bool, what: str) -> None:
             if not ok:
                 raise CacheInvariantError(f"tree: {what}; this is a bug in radixkv")
 
-        num_nodes = num_tokens = num_leaves = 0
+        kernel, pool = self.kernel, self.pool
+        links, counts = pool.links, pool.counts
         owned: list[int] = []
+        num_tokens = 0
+        counted: list[tuple[int, int]] = []
+        tails: list[int] = []
+        require(counts[kernel.EMPTIED] == 0, "roots that wait to be removed")
         for root in self.roots.values():
-            require(not root.tokens and not root.page_ids, "a root holds tokens")
-            for node in self.nodes(root):
-                num_nodes += 1
-                num_tokens += len(node.tokens) // TOKEN_BYTES
-                pages = np.frombuffer(bytes(node.page_ids), dtype=np.int64)
-                owned.extend(pages.tolist())
-                require(len(node.tokens) > 0, "an empty edge")
-                assert node.parent is not None
-                require(node.end == node.parent.end + len(node.tokens), "where an edge ends")
-                require(pages.size == -(-len(node.tokens) // self.page_bytes), "pages of an edge")
-                if node.children is None:
-                    num_leaves += 1
-                    tail = self._tail_page(node)
-                    if self.pool.count(tail) > 1:
-                        require(node.blocked_by == tail, "a held tail that is not blocked")
-                        require(self._blocked.get(tail) is node, "a blocked leaf is not listed")
-                        require(node.key is None, "a held leaf among the evictable")
-                    else:
-                        require(node.key == self._policy(node), "a leaf under an old key")
-                        require(self._evictable.get(node.key) is node, "an unlisted leaf")
-                        require(node.blocked_by == 0, "a free leaf among the blocked")
-                else:
-                    require(len(node.children) > 0, "an inner node without children")
-                    if len(node.children) == 1:
-                        (child,) = node.children.by_key.values()
-                        same = self._policy(node) == self._policy(child)
-                        require(not same or node.expires != child.expires, "an edge in two pieces")
-                    require(len(node.tokens) % self.page_bytes == 0, "an inner part-filled page")
-                    require(node.key is None and not node.blocked_by, "an inner node to evict")
-            for node in [root, *self.nodes(root)]:
-                if node.children is None:
-                    continue
-                keys = list(node.children.order)
-                require(keys == sorted(node.children.by_key), "the order of children")
-                for key, child in node.children.by_key.items():
-                    require(child.parent is node, "a parent link")
-                    require(key == bytes(child.tokens[: self.page_bytes]), "a child's key")
-                for left, right in pairwise(keys):
-                    require(not right.startswith(left), "a key that is a prefix of another")
-        require(num_nodes == self.num_nodes, f"{num_nodes} nodes, counted {self.num_nodes}")
+            first = self.child_pages(root.last_page)
+            require(bool(first), "a namespace without pages")
+            before = len(owned), num_tokens
+            stack = [(root.last_page, -1, first)]
+            while stack:
+                parent, depth, pages = stack.pop()
+                runs = [self.tokens_of(page).tolist() for page in pages]
+                for left, right in pairwise(runs):
+                    require(left < right, "the order of children")
+                    require(right[: len(left)] != left, "a key that is a prefix of another")
+                for page in pages:
+                    owned.append(page)
+                    fill = links.item(page, kernel.FILL)
+                    num_tokens += fill
+                    require(links[page, kernel.PARENT] == parent, "a parent link")
+                    require(links[page, kernel.ROOT] == root.last_page, "whose a page is")
+                    require(links[page, kernel.DEPTH] == depth + 1, "where a page lies")
+                    require(1 <= fill <= self.page_size, "how full a page is")
+                    require(links[page, kernel.STANDS_FOR] == 0, "a tree page that stands in")
+                    for side in (kernel.LEFT, kernel.RIGHT):
+                        other = links.item(page, side)
+                        require(
+                            not other or kernel.rank(other) <= kernel.rank(page),
+                            "ranks of siblings",
+                        )
+                    below = self.child_pages(page)
+                    if below:
+                        require(fill == self.page_size, "an inner part-filled page")
+                        stack.append((page, depth + 1, below))
+                    elif pool.count(page) == 1:
+                        tails.append(page)
+            counted.append((len(owned) - before[0], num_tokens - before[1]))
+        require(counted == [(n.pages, n.tokens) for n in self.namespaces()], "what namespaces hold")
         require(num_tokens == self.num_tokens, f"{num_tokens} tokens, counted {self.num_tokens}")
+        require(len(set(owned)) == len(owned), "a page that is in two places")
+        require(sorted(owned) == np.flatnonzero(pool.in_tree).tolist(), "the pages of the tree")
+        size = counts.item(kernel.NUM_QUEUED)
+        queued = pool.queues[kernel.HEAP, 1 : size + 1].tolist()
+        require(sorted(queued) == sorted(tails), "the pages that may be evicted")
         require(
-            num_leaves == len(self._evictable) + len(self._blocked), "leaves that are not placed"
+            np.flatnonzero(links[: pool.num_pages + 1, kernel.QUEUED]).tolist() == sorted(queued),
+            "pages that believe to be queued",
         )
-        require(len(set(owned)) == len(owned), "a page that two nodes own")
-        require(
-            sorted(owned) == np.flatnonzero(self.pool.in_tree).tolist(), "the pages of the tree"
-        )
+        for at, page in enumerate(queued, 1):
+            require(links[page, kernel.QUEUED] == at, "where a page is queued")
+            above = queued[at // 2 - 1] if at > 1 else page
+            require(self.policy_key(above) <= self.policy_key(page), "the order of eviction")
+
+    def policy_key(self, page: int) -> tuple[int, int]:
+        """What says when a page is evicted: the smallest goes first."""
+        keys, kernel = self.pool.keys, self.kernel
+        policy = self.pool.counts.item(kernel.POLICY)
+        return keys.item(page, policy), keys.item(page, kernel.LAST_ACCESS)
+
+    # --- restoring what was saved ------------------------------------------------------
+
+    @property
+    def end_page(self) -> int:
+        """After an `insert`: the tree's page in which the sequence ends."""
+        return int(self.pool.counts[self.kernel.END])
+
+    def credit(self, page_id: int, num_hits: int) -> None:
+        """Count that many more uses of a page of the tree and of all before it. O(depth)."""
+        path = []
+        while page_id <= self.pool.num_pages:
+            path.append(page_id)
+            page_id = self.pool.links.item(page_id, self.kernel.PARENT)
+        pages = np.array(path[::-1], dtype=np.int64)
+        self.pool.hold(pages)  # out of the order of eviction while their keys change
+        self.pool.keys[pages, self.kernel.NUM_HITS] += num_hits
+        self.pool.drop(pages)

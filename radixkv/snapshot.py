@@ -27,18 +27,21 @@ from numpy.typing import NDArray
 
 from radixkv import __version__
 from radixkv.errors import SnapshotError
-from radixkv.pool import PageIds, PagePool
+from radixkv.pool import NULL_PAGE, PageIds, PagePool
 from radixkv.quant import KVCodec, KVFormat, LayerPages
 from radixkv.radix import (
-    ID_BYTES,
     MAX_TOKEN_ID,
-    TOKEN_BYTES,
     Node,
     RadixTree,
+    Root,
+    Tokens,
     common_prefix,
+    namespace_key,
 )
 
 FORMAT_VERSION = 1
+TOKEN_BYTES = 4  # of a token id in the file, big-endian
+_EXPIRED = -(2**63)  # in the file, the priority of what has outlived its time
 MAGIC = b"\x89RKV\r\n\x1a\n"  # a text-mode copy changes it
 # magic, version, bytes of header and tree, bytes of the file, checksum of header and tree,
 # checksum of all before it
@@ -228,9 +231,10 @@ class SavedTree:
     def __len__(self) -> int:
         return len(self.parent)
 
-    def edge(self, row: int) -> bytes:
+    def edge(self, row: int) -> Tokens:
         """Tokens of a node's edge."""
-        return self.tokens[self._borders[row] : self._borders[row + 1]]
+        edge = self.tokens[self._borders[row] : self._borders[row + 1]]
+        return np.frombuffer(edge, dtype=">u4").astype(np.int32)
 
     def path(self, row: int) -> tuple[Hashable, list[int]]:
         """The namespace of a node, and the rows from below its root down to it."""
@@ -305,23 +309,24 @@ class SavedTree:
         return cls(page_size, namespaces, tokens=tokens, **arrays)
 
 
-def _children(node: Node) -> list[Node]:
-    return [] if node.children is None else list(node.children.by_key.values())
-
-
 class _Kept(NamedTuple):
-    """A node to be saved: how many bytes of its edge, and the row of the node above."""
+    """A node to be saved: how many tokens of its edge, and the row of the node above."""
 
     node: Node
     size: int
     above: int
 
 
+def tree_namespaces(tree: RadixTree) -> list[Hashable]:
+    """The namespaces that a tree has."""
+    return [root.namespace for root in tree.roots.values()]
+
+
 def collect(
     tree: RadixTree,
     *,
     namespaces: Iterable[Hashable],
-    prefixes: Iterable[bytes] | None,
+    prefixes: Iterable[Tokens] | None,
     now: float,
 ) -> tuple[SavedTree, PageIds]:
     """The saved form of a tree, and the ids of its pages in the order of the file.
@@ -339,15 +344,15 @@ def collect(
     names: list[Hashable] = []
     kept: list[_Kept] = []
     for namespace in namespaces:
-        root = tree.roots.get(namespace)
+        root = tree.roots.get(namespace_key(namespace))
         if root is None:
             continue
         encode_namespace(namespace)  # raises here, before anything is written
         names.append(namespace)
-        stack: list[tuple[Node, int, list[bytes] | None]] = [(root, -len(names), wanted)]
+        stack: list[tuple[Node | Root, int, list[Tokens] | None]] = [(root, -len(names), wanted)]
         while stack:
             node, above, rests = stack.pop()
-            for child, size, further in _choose(_children(node), rests):
+            for child, size, further in _choose(tree.children(node), rests):
                 stack.append((child, len(kept), further))
                 kept.append(_Kept(child, size, above))
     access = np.array([item.node.last_access for item in kept], dtype=np.int64)
@@ -363,49 +368,51 @@ def collect(
     low, high = -(2**63), 2**63 - 1
     ranks = np.unique(access, return_inverse=True)[1][order]
     ttls = [math.nan if n.expires is None else max(0.0, n.expires - now) for n in nodes]
-    page_bytes = tree.page_bytes
-    pages = [n.page_ids[: ID_BYTES * -(-size // page_bytes)] for n, size, _ in rows]
+    pages = [n.page_ids[: -(-size // tree.page_size)] for n, size, _ in rows]
+    edges = [node.tokens[:size] for node, size, _ in rows]
+    expired = tree.kernel.EXPIRED
+    priorities = [_EXPIRED if n.priority == expired else max(n.priority, low + 1) for n in nodes]
     saved = SavedTree(
         tree.page_size,
         tuple(names),
         parent=np.array([a if a < 0 else place[a] for _, _, a in rows], dtype=np.int32),
-        length=np.array([size // TOKEN_BYTES for _, size, _ in rows], dtype=np.uint32),
-        tokens=b"".join(node.tokens[:size] for node, size, _ in rows),
+        length=np.array([size for _, size, _ in rows], dtype=np.uint32),
+        tokens=b"".join(edge.astype(">u4").tobytes() for edge in edges),
         last_access=ranks.astype(np.uint32),
         num_hits=np.array([min(node.num_hits, high) for node in nodes], dtype=np.int64),
-        priority=np.array([min(max(n.priority, low), high) for n in nodes], dtype=np.int64),
+        priority=np.array(priorities, dtype=np.int64),
         ttl_s=np.array(ttls, dtype=np.float64),
     )
-    return saved, np.frombuffer(b"".join(pages), dtype=np.int64)
+    return saved, np.concatenate([np.empty(0, dtype=np.int64), *pages])
 
 
 def _choose(
-    children: list[Node], rests: list[bytes] | None
-) -> list[tuple[Node, int, list[bytes] | None]]:
-    """Which children to save, how many bytes of each, and what is left of the prefixes below.
+    children: list[Node], rests: list[Tokens] | None
+) -> list[tuple[Node, int, list[Tokens] | None]]:
+    """Which children to save, how many tokens of each, and what is left of the prefixes below.
 
     ``rests`` is what of the prefixes follows the node above; None keeps all.
     """
     if rests is None:
-        return [(child, len(child.tokens), None) for child in children]
+        return [(child, child.tokens.size, None) for child in children]
     whole: set[int] = set()
     parts: dict[int, int] = {}
-    further: dict[int, list[bytes]] = {}
+    further: dict[int, list[Tokens]] = {}
     for rest in rests:
         # All that goes on from the prefix, or is it; else the one that shares the most with it.
-        below = [i for i, child in enumerate(children) if child.tokens.startswith(rest)]
+        shares = [common_prefix(child.tokens, rest) for child in children]
+        below = [i for i, shared in enumerate(shares) if shared == rest.size]
         whole.update(below)
         if below or not children:
             continue
-        shares = [common_prefix(child.tokens, rest, 0) for child in children]
         best = max(range(len(children)), key=shares.__getitem__)
-        shared = shares[best] // TOKEN_BYTES * TOKEN_BYTES
+        shared = shares[best]
         if shared:
             parts[best] = max(shared, parts.get(best, 0))
-        if shared == len(children[best].tokens):
+        if shared == children[best].tokens.size:
             further.setdefault(best, []).append(rest[shared:])
-    chosen: list[tuple[Node, int, list[bytes] | None]] = [
-        (children[i], len(children[i].tokens), None) for i in sorted(whole)
+    chosen: list[tuple[Node, int, list[Tokens] | None]] = [
+        (children[i], children[i].tokens.size, None) for i in sorted(whole)
     ]
     chosen += [(children[i], parts[i], further.get(i, [])) for i in parts if i not in whole]
     return chosen
@@ -803,7 +810,7 @@ def merge(target: Path_, sources: Iterable[Path_], *, progress: bool = False) ->
                 source_of[page_ids, 0], source_of[page_ids, 1] = number, places
 
             _graft(file, tree, pool, note, eviction="lru", now=0.0)
-        saved, page_ids = collect(tree, namespaces=list(tree.roots), prefixes=None, now=0.0)
+        saved, page_ids = collect(tree, namespaces=tree_namespaces(tree), prefixes=None, now=0.0)
 
         def fill_rows(piece: slice, rows: NDArray[np.uint8]) -> None:
             for i, (number, place) in enumerate(source_of[page_ids[piece]].tolist()):
@@ -892,22 +899,23 @@ def _graft(
     wanted = _places(saved, have, keep)
     pages_of = np.zeros(snapshot.num_pages, dtype=np.int64)
     mine = pool.allocate(len(wanted))
+    pages_of[wanted] = mine
     before = tree.num_tokens
     try:
-        pages_of[wanted] = mine
         fetch(mine, wanted)
         lost = _drop_damaged(saved, keep, np.array(bad or (), dtype=np.int64))
         own_hits = _own_hits(saved, keep)
         for row in _uses(saved, keep, own_hits, eviction).tolist():
-            end = _insert(saved, row, keep, pages_of, tree, now)
+            _insert(saved, row, keep, pages_of, tree, now)
             if own_hits[row] > 1:
-                tree.credit(end, int(own_hits[row]) - 1)
+                tree.credit(tree.end_page, int(own_hits[row]) - 1)
+        pages = int(np.count_nonzero(pool.in_tree[mine]))
     finally:
-        pool.drop(mine)
+        pool.drop(pages_of[pages_of != NULL_PAGE])
     planned = int(saved.num_pages.sum()) - int(have.sum())
     return Loaded(
         tokens=tree.num_tokens - before,
-        pages=int(np.count_nonzero(pool.in_tree[mine])),
+        pages=pages,
         left_out_pages=planned - len(wanted),
         damaged_pages=lost,
     )
@@ -918,7 +926,7 @@ def _plan(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """How many pages of each node to keep, and how many of those the tree has."""
     keep, have = np.zeros((2, len(saved)), dtype=np.int64)
-    merges = [tree.roots.get(namespace) is not None for namespace in saved.namespaces]
+    merges = [namespace_key(namespace) in tree.roots for namespace in saved.namespaces]
     page_size = saved.page_size
     for row in range(len(saved)):
         above, count = int(saved.parent[row]), int(saved.num_pages[row])
@@ -926,10 +934,10 @@ def _plan(
             continue  # what comes before it was left out
         if any(merges):
             namespace, rows = saved.path(row)
-            tokens = b"".join(map(saved.edge, rows))
+            tokens = np.concatenate([saved.edge(r) for r in rows])
             found = tree.match(tokens, namespace).num_tokens
             first = int(saved.num_pages[rows[:-1]].sum())
-            whole = found * TOKEN_BYTES == len(tokens)
+            whole = found == tokens.size
             have[row] = count if whole else min(count, max(0, found // page_size - first))
         keep[row] = have[row] + min(count - int(have[row]), room)
         room -= int(keep[row] - have[row])
@@ -1001,28 +1009,38 @@ def _insert(
     saved: SavedTree,
     row: int,
     keep: NDArray[np.int64],
-    pages_of: NDArray[np.int64],
+    pages_of: PageIds,
     tree: RadixTree,
     now: float,
-) -> Node:
-    """Insert a node's sequence, as far as it is kept; returns the node in which it ends."""
+) -> None:
+    """Insert a node's sequence, as far as it is kept.
+
+    ``pages_of`` has for each place in the file a page that is held, or 0 where the tree has it
+    already; of the sequence's, all are the tree's own and held afterwards.
+    """
     namespace, rows = saved.path(row)
-    tokens = b"".join(map(saved.edge, rows))
+    tokens = np.concatenate([saved.edge(r) for r in rows])
     first, count = saved.first_page[rows], saved.num_pages[rows].copy()
     cut = int(count[-1] - keep[row])
     if cut:
         count[-1] -= cut
-        tokens = tokens[: int(count.sum()) * saved.page_size * TOKEN_BYTES]
-    page_ids = pages_of[_runs(first, count)]
+        tokens = tokens[: int(count.sum()) * saved.page_size]
+    places = _runs(first, count)
+    page_ids = pages_of[places]
+    missing = page_ids == NULL_PAGE
+    if missing.any():
+        page_ids[missing] = tree.match(tokens, namespace).page_ids[missing]
+        tree.pool.hold(page_ids[missing])
     priority, ttl_s = int(saved.priority[row]), float(saved.ttl_s[row])
     expires = None if math.isnan(ttl_s) else now + ttl_s
-    if priority == -(2**63):  # had expired: let it expire again
+    if priority == _EXPIRED:  # let it expire again
         priority, expires = 0, now
     plain = priority == 0 and expires is None
-    return tree.insert(
+    tree.insert(
         tokens,
         page_ids,
         namespace,
         priority=None if plain else priority,
         expires=expires,
-    ).node
+    )
+    pages_of[places] = page_ids

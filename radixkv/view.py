@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from radixkv.radix import TOKEN_BYTES, Node, RadixTree, Root, decode_tokens
+from radixkv.radix import Match, Node, RadixTree, Root, Tokens, namespace_key
 
 _SHOWN_CHARS = 60  # of a node's text, and
 _SHOWN_IDS = 12  # of its token ids where there is no tokenizer
@@ -46,7 +46,7 @@ class Explanation:
         return self.text
 
 
-def explain(tree: RadixTree, tokens: bytes, namespace: Hashable) -> Explanation:
+def explain(tree: RadixTree, tokens: Tokens, namespace: Hashable) -> Explanation:
     """Say why the match of ``tokens`` ends where it does; changes nothing.
 
     That a page was evicted is told from a digest of its tokens among the last evicted runs,
@@ -55,13 +55,13 @@ def explain(tree: RadixTree, tokens: bytes, namespace: Hashable) -> Explanation:
     Complexity: a match in each namespace.
     """
     found = tree.match(tokens, namespace)
-    num_tokens, num_cached = len(tokens) // TOKEN_BYTES, found.num_tokens
+    num_tokens, num_cached = tokens.size, found.num_tokens
     where = f"{num_cached} of {num_tokens} tokens are cached"
     if num_cached == num_tokens:
         return Explanation(
             num_tokens=num_tokens, num_cached=num_cached, reason="hit", text=f"{where}: all"
         )
-    asked = int(decode_tokens(tokens[num_cached * TOKEN_BYTES :][:TOKEN_BYTES])[0])
+    asked = tokens.item(num_cached)
 
     def because(reason: Reason, text: str, **more: Any) -> Explanation:
         return Explanation(
@@ -73,25 +73,26 @@ def explain(tree: RadixTree, tokens: bytes, namespace: Hashable) -> Explanation:
             **more,
         )
 
-    border = num_cached * TOKEN_BYTES // tree.page_bytes * tree.page_bytes
-    if tree.was_evicted(border, tokens):
+    depth = num_cached // tree.page_size
+    if tree.was_evicted(tokens, depth):
         return because(
             "evicted",
-            f"what followed token {border // TOKEN_BYTES} was cached and has been evicted; raise "
+            f"what followed token {depth * tree.page_size} was cached and has been evicted; raise "
             f"the capacity, or pin it",
         )
     best, most = None, num_cached
-    for other in list(tree.roots):
-        matched = tree.match(tokens, other).num_tokens if other != namespace else 0
-        if matched > most:
-            best, most = other, matched
+    for key, root in tree.roots.items():
+        if key != namespace_key(namespace):
+            matched = tree.match(tokens, root.namespace).num_tokens
+            if matched > most:
+                best, most = root.namespace, matched
     if most > num_cached:
         return because(
             "other_namespace",
             f"namespace {best!r} holds {most} of them, but namespaces never share",
             namespace=best,
         )
-    cached = _next_token(tree, found, num_cached, namespace)
+    cached = _next_token(tree, found, namespace)
     if cached is not None and num_cached:
         return because(
             "diverged",
@@ -103,19 +104,17 @@ def explain(tree: RadixTree, tokens: bytes, namespace: Hashable) -> Explanation:
     return because("never_seen", f"nothing in namespace {namespace!r} begins with token {asked}")
 
 
-def _next_token(tree: RadixTree, found: Any, num_cached: int, namespace: Hashable) -> int | None:
+def _next_token(tree: RadixTree, found: Match, namespace: Hashable) -> int | None:
     """A token that is cached after the match, if any."""
-    node: Node | None = found.child
-    if node is None:
-        node = found.node or tree.roots.get(namespace)
-        if node is None or node.children is None:
-            return None
-        node = node.children.by_key[node.children.order[0]]
-        return int(decode_tokens(bytes(node.tokens[:TOKEN_BYTES]))[0])
-    at = num_cached * TOKEN_BYTES - (node.end - len(node.tokens))
-    if at >= len(node.tokens):
+    if found.in_part:
+        tokens = tree.tokens_of(found.page_ids.item(-1))
+        at = found.num_tokens % tree.page_size
+        return tokens.item(at) if at < tokens.size else None
+    root = tree.roots.get(namespace_key(namespace))
+    if root is None:
         return None
-    return int(decode_tokens(bytes(node.tokens[at : at + TOKEN_BYTES]))[0])
+    pages = tree.child_pages(found.page_ids.item(-1) if found.num_tokens else root.last_page)
+    return tree.tokens_of(pages[0]).item(0) if pages else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,17 +131,17 @@ def _lines(tree: RadixTree, root: Root, max_depth: int | None) -> Iterator[_Line
     """Nodes from the top down, children in the order of their tokens; no recursion."""
     stack: list[_Line] = []
 
-    def push(node: Node, depth: int) -> None:
-        if node.children is None:
+    def push(node: Node | Root, depth: int) -> None:
+        children = tree.children(node)
+        if not children:
             return
-        keys = list(node.children.order)
         if max_depth is not None and depth > max_depth:
-            stack.append(_Line(depth, True, None, f"{len(keys)} below"))
+            stack.append(_Line(depth, True, None, f"{len(children)} below"))
             return
-        shown = [node.children.by_key[key] for key in keys[:_SHOWN_CHILDREN]]
+        shown = children[:_SHOWN_CHILDREN]
         lines = [_Line(depth, False, child) for child in shown]
-        if len(keys) > len(shown):
-            lines.append(_Line(depth, True, None, f"{len(keys) - len(shown)} more"))
+        if len(children) > len(shown):
+            lines.append(_Line(depth, True, None, f"{len(children) - len(shown)} more"))
         elif lines:
             lines[-1] = _Line(depth, True, shown[-1])
         stack.extend(reversed(lines))
@@ -156,14 +155,13 @@ def _lines(tree: RadixTree, root: Root, max_depth: int | None) -> Iterator[_Line
 
 
 def _num_held(tree: RadixTree, node: Node) -> int:
-    pages = np.frombuffer(bytes(node.page_ids), dtype=np.int64)
-    return sum(tree.pool.count(page_id) > 1 for page_id in pages.tolist())
+    return int(np.count_nonzero(tree.pool.counts_of(node.page_ids) > 1))
 
 
 def _facts(tree: RadixTree, node: Node, pinned: Any) -> list[str]:
-    num_pages = len(node.page_ids) // 8
+    num_pages = node.page_ids.size
     facts = [
-        _count(len(node.tokens) // TOKEN_BYTES, "token"),
+        _count(node.tokens.size, "token"),
         _count(num_pages, "page"),
         _count(node.num_hits, "use"),
         f"age {tree.clock - node.last_access}",
@@ -171,11 +169,15 @@ def _facts(tree: RadixTree, node: Node, pinned: Any) -> list[str]:
     held = _num_held(tree, node)
     if held:
         facts.append(f"{held} held")
-    pages = np.frombuffer(bytes(node.page_ids), dtype=np.int64)
-    num_pinned = int(np.count_nonzero(pinned[pages]))
+    num_pinned = int(np.count_nonzero(pinned[node.page_ids]))
     if num_pinned:
         facts.append(f"{num_pinned} pinned")
     return facts
+
+
+def _held(tree: RadixTree, root: Root) -> str:
+    held = tree.held_below(root)
+    return f"{_count(held.tokens, 'token')}, {_count(held.pages, 'page')}"
 
 
 def _count(number: int, noun: str) -> str:
@@ -184,10 +186,10 @@ def _count(number: int, noun: str) -> str:
 
 def _content(node: Node, tokenizer: Any, most: int) -> str:
     """The beginning of a node's text, or of its ids."""
-    ids = decode_tokens(bytes(node.tokens[: 4 * most * TOKEN_BYTES]))
+    ids = node.tokens[: 4 * most]
     if tokenizer is None:
         text = " ".join(map(str, ids[:_SHOWN_IDS].tolist()))
-        return text + (" ..." if len(node.tokens) // TOKEN_BYTES > _SHOWN_IDS else "")
+        return text + (" ..." if node.tokens.size > _SHOWN_IDS else "")
     text = " ".join(tokenizer.decode(ids.tolist()).split())
     return text if len(text) <= most else text[:most] + "..."
 
@@ -202,8 +204,10 @@ def render(tree: RadixTree, max_depth: int | None, tokenizer: Any, pinned: Any, 
         head: the first line.
     """
     out = [head]
-    for namespace, root in tree.roots.items():
-        out.append("(no namespace)" if namespace is None else f"namespace {namespace!r}")
+    for root in tree.roots.values():
+        namespace = root.namespace
+        name = "(no namespace)" if namespace is None else f"namespace {namespace!r}"
+        out.append(f"{name}: {_held(tree, root)}")
         open_above: list[bool] = []  # by depth: whether more siblings follow below
         for line in _lines(tree, root, max_depth):
             del open_above[line.depth - 1 :]
@@ -221,7 +225,7 @@ def render(tree: RadixTree, max_depth: int | None, tokenizer: Any, pinned: Any, 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8886; --held: #c60; --pinned: #07c; }
 body { font: 14px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem; }
-h1 { font-size: 1.3rem; } h2 { font-size: 1rem; margin: 1.5rem 0 .3rem; }
+h1 { font-size: 1.3rem; } details { margin: 1rem 0; } .namespace { font-weight: bold; }
 table { border-collapse: collapse; } td { padding: .1rem .8rem .1rem 0; }
 td + td { text-align: right; font-variant-numeric: tabular-nums; }
 li { list-style: none; border-left: 1px solid var(--line); padding: .1rem 0 .1rem .7rem; }
@@ -252,11 +256,14 @@ def to_html(
         f"<details><summary>Counters</summary><table>{rows}</table></details>",
     ]
     largest = max(
-        (len(n.tokens) for root in tree.roots.values() for n in tree.nodes(root)), default=1
+        (n.tokens.size for root in tree.roots.values() for n in tree.nodes(root)), default=1
     )
-    for namespace, root in tree.roots.items():
+    for root in tree.roots.values():
+        namespace = root.namespace
         name = "no namespace" if namespace is None else f"namespace {namespace!r}"
-        out.append(f"<h2>{html.escape(name)}</h2><ul class='tree'>")
+        held = f"<span class='facts'>{_held(tree, root)}</span>"
+        out.append(f"<details open><summary class='namespace'>{html.escape(name)} {held}</summary>")
+        out.append("<ul class='tree'>")
         for line in _lines(tree, root, None):
             # Indented, not nested: a browser lays out ten thousand levels of nesting badly.
             indent = f"style='margin-left:{min(line.depth - 1, 60) * 1.2:.1f}rem'"
@@ -266,14 +273,15 @@ def to_html(
             node = line.node
             facts = _facts(tree, node, pinned)
             kind = "pinned" if "pinned" in facts[-1] else "held" if "held" in facts[-1] else ""
-            width = 1 + 140 * len(node.tokens) / largest
+            title = f"tokens {node.end - node.tokens.size} to {node.end} of a sequence"
+            width = 1 + 140 * node.tokens.size / largest
             out.append(
-                f"<li {indent} class='{kind}' data-end='{node.end // TOKEN_BYTES}'>"
+                f"<li {indent} class='{kind}' data-end='{node.end}' title='{title}'>"
                 f"<span class='bar' style='width:{width:.0f}px'></span> "
                 f"<span class='facts'>{html.escape(', '.join(facts))}</span> "
                 f"<code>{html.escape(_content(node, tokenizer, 200))}</code></li>"
             )
-        out.append("</ul>")
+        out.append("</ul></details>")
     out.append("</body></html>\n")
     return "".join(out)
 

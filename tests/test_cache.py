@@ -24,7 +24,7 @@ from radixkv import (
     Pin,
     PrefixCache,
 )
-from radixkv.bench_cache import TRACES, run_trace
+from radixkv.bench_cache import TRACES, run_growth, run_trace, run_turns
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=1, head_dim=4)
 
@@ -213,7 +213,7 @@ def test_a_failed_call_changes_nothing() -> None:
     cache = make(2, 4, pin_share=0.3)
     put(cache, [1, 2, 3, 4])
     lease = cache.acquire([1, 2, 9])
-    before = (cache.pool.state.tobytes(), cache.tree.clock, cache.tree.num_nodes, cache.stats())
+    before = (cache.pool.links.tobytes(), cache.tree.clock, cache.tree.num_nodes, cache.stats())
     with pytest.raises(CapacityError, match="acquire: needs 4 pages"):
         cache.acquire([5, 6, 7, 8, 9, 10, 11])
     with pytest.raises(CapacityError, match="extend: needs 3 pages"):
@@ -234,7 +234,7 @@ def test_a_failed_call_changes_nothing() -> None:
     with pytest.raises(TypeError, match="hash"):
         cache.acquire([1], namespace=[])
     assert lease.token_ids.tolist() == [1, 2, 9]
-    after = (cache.pool.state.tobytes(), cache.tree.clock, cache.tree.num_nodes, cache.stats())
+    after = (cache.pool.links.tobytes(), cache.tree.clock, cache.tree.num_nodes, cache.stats())
     assert after == before
     lease.release()
     cache.check()
@@ -357,35 +357,44 @@ def test_clear_forgets_one_namespace_or_all_and_ends_their_pins() -> None:
     assert cache.stats().pages_free == 16
 
 
+def test_namespaces_are_shown_in_stats_and_equal_ones_of_other_types_are_apart() -> None:
+    cache = make(2, 32, pin_share=1.0)
+    for name, length in ((None, 5), (1, 3), (True, 2), (1.0, 7)):
+        put(cache, list(range(length)), namespace=name)
+    pins = [cache.pin([0, 1], name) for name in (1, True)]
+    shown = [(n.namespace, n.pages, n.tokens) for n in cache.stats().namespaces]
+    assert [repr(n) for n, _, _ in shown] == ["None", "1", "True", "1.0"]
+    assert [rest for _, *rest in shown] == [[3, 5], [2, 3], [1, 2], [4, 7]]
+    assert cache.explain([0, 1, 2, 3, 4, 5, 6], True).namespace == 1.0
+    cache.clear(True)
+    assert [pin.is_active for pin in pins] == [True, False]
+    assert [repr(n.namespace) for n in cache.stats().namespaces] == ["None", "1", "1.0"]
+    assert [cache.match([0, 1, 2], name) for name in (1, True, 1.0)] == [3, 0, 3]
+    cache.check()
+
+
 def test_a_turn_of_an_agent_writes_into_the_edge_in_place() -> None:
     """500 turns: the tree is one node all along, and its work is the new pages'."""
     cache = make(4, 1300)
     history: list[int] = []
-    entered = 0
-    enter = cache.pool.enter_tree
-
-    def counted(page_ids: Any) -> None:
-        nonlocal entered
-        entered += page_ids.size
-        enter(page_ids)
-
-    cache.pool.enter_tree = counted  # type: ignore[method-assign]
     for turn in range(500):
         history += [turn, turn + 1, 7, 8, 9, 3, 2, 1, 0, turn]
         with cache.acquire(history) as lease:
             assert lease.num_cached >= len(history) - 10
+            before = lease.page_ids
             lease.commit(len(history))
+            assert np.array_equal(lease.page_ids, before)  # nothing is a duplicate
         assert cache.tree.num_nodes == 1
-    assert entered <= 500 * 4
+    assert cache.stats().cow_copies <= 500
     cache.check()
 
 
 def test_check_finds_damage() -> None:
     for damage in (
-        lambda c: c.pool.state.__setitem__(1, c.pool.state[1] + 1),
-        lambda c: setattr(c.tree, "num_tokens", 0),
-        lambda c: setattr(c.pool, "num_evictable", 5),
-        lambda c: c.pool._free.__setitem__(0, 1),
+        lambda c: c.pool.links.__setitem__((1, 0), c.pool.links[1, 0] + 1),
+        lambda c: c.pool.counts.__setitem__(c.tree.kernel.NUM_TOKENS, 0),
+        lambda c: c.pool.counts.__setitem__(c.tree.kernel.NUM_EVICTABLE, 5),
+        lambda c: c.pool.queues.__setitem__((c.tree.kernel.FREE, 0), 1),
     ):
         cache = make()
         put(cache, [1, 2, 3, 4, 5])
@@ -405,6 +414,17 @@ def test_traces_match_no_less_than_brute_force(trace: str) -> None:
     assert full.evicted_pages > 0
     assert full.host_bytes_per_token is not None
     assert full.host_bytes_per_token < 16
+
+
+def test_what_a_step_costs_does_not_grow_with_the_tree() -> None:
+    """In processor time, with wide margins; `radixkv bench cache --growth` prints the figures."""
+    small, large = run_growth(1_000), run_growth(40_000)
+    assert large.nodes > 30 * small.nodes
+    assert large.match_us < 3 * small.match_us
+    assert large.evict_us < 3 * small.evict_us
+    assert large.host_bytes_per_token < 16  # with leaves of one page, too
+    turns = run_turns(400)
+    assert np.median(turns[-100:]) < 3 * np.median(turns[:100])
 
 
 def test_the_seed_corpus_runs() -> None:

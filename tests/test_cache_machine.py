@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -32,6 +41,25 @@ def test_state_machine_equals_the_model() -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
+
+
+def test_a_guided_fuzzer_finds_nothing_in_a_short_run(tmp_path: Path) -> None:
+    """As far as its wheels go; the seed corpus is replayed everywhere (tests/test_cache.py)."""
+    here = (sys.version_info[:2], sys.platform, platform.machine())
+    if here != ((3, 11), "linux", "x86_64"):
+        assert importlib.util.find_spec("atheris") is None, "it runs here too: say so"
+        return
+    root = Path(__file__).parent.parent
+    shutil.copytree(root / "fuzz" / "corpus", tmp_path / "corpus")
+    command = [sys.executable, "-m", "fuzz.guided", "corpus", "-runs=300", "-seed=1"]
+    env = {**os.environ, "PYTHONPATH": str(root), "RADIXKV_POISON": "1"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Done 300" in done.stderr
+    found = re.findall(r"cov: (\d+)", done.stderr)
+    assert int(found[-1]) > 500, "the fuzzer does not see the code that it runs"
 
 
 def test_bytes_that_a_fuzzer_would_mutate_are_operations() -> None:

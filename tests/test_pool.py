@@ -9,6 +9,7 @@ import torch
 from radixkv import CapacityError, KVConfig, KVSpec, PrefixCache
 from radixkv.pool import PagePool, PageStorage, capacity_pages
 from radixkv.quant import KVCodec
+from radixkv.radix import RadixTree, encode_tokens
 
 
 def test_allocation_is_all_or_nothing_and_never_the_reserved_page() -> None:
@@ -28,31 +29,45 @@ def test_allocation_is_all_or_nothing_and_never_the_reserved_page() -> None:
     assert pool.allocate(0).size == 0
 
 
-def test_evictable_is_what_the_tree_alone_owns() -> None:
-    pool = PagePool(4)
-    pages = pool.allocate(3)
-    pool.enter_tree(pages)
+def in_tree(pool: PagePool, page_size: int, tokens: list[list[int]]) -> RadixTree:
+    tree = RadixTree(page_size, pool)
+    for run in tokens:
+        pages = pool.allocate(-(-len(run) // page_size))
+        tree.insert(encode_tokens(run), pages)
+    return tree
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_evictable_is_what_the_tree_alone_owns(plain: bool) -> None:
+    pool = PagePool(4, plain=plain)
+    tree = in_tree(pool, 1, [[1], [2], [3]])
+    pages = np.array([1, 2, 3])
     assert (pool.num_evictable, pool.num_available) == (0, 1)
     pool.drop(pages[1:])
     assert (pool.num_evictable, pool.num_available) == (2, 3)
     pool.hold(pages[2:])
     assert pool.num_evictable == 1
-    pool.free_lone(pages[1:2])
+    assert tree.evict(5) == 1
     assert (pool.num_evictable, pool.num_free) == (0, 2)
-    assert pool.leave_tree(pages[:1]) == 0
-    pool.drop(pages[:1])
-    assert pool.num_free == 3
+    assert tree.clear(None) == 0
+    pool.drop(np.array([1, 3]))
+    assert pool.num_free == 4
 
 
-def test_a_stand_in_holds_until_the_duplicate_is_gone() -> None:
-    pool = PagePool(3)
-    tree_page, duplicate, third = (pool.allocate(1) for _ in range(3))
-    pool.enter_tree(tree_page)
-    pool.stand_in(int(duplicate[0]), int(tree_page[0]))
-    pool.drop(tree_page)
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_stand_in_holds_until_the_duplicate_is_gone(plain: bool) -> None:
+    pool = PagePool(4, plain=plain)
+    in_tree(pool, 1, [[1], [2]])
+    duplicate, third = (pool.allocate(1) for _ in range(2))
+    pool.stand_in(int(duplicate[0]), 1)
+    pool.drop(np.array([1]))
     assert pool.num_evictable == 0
+    pool.stand_in(int(duplicate[0]), 2)  # another page: the one before is let go
+    assert pool.stand_ins() == {int(duplicate[0]): 2}
+    assert pool.num_evictable == 1
+    pool.drop(np.array([2]))
     pool.drop(duplicate)
-    assert (pool.num_evictable, pool.num_free) == (1, 1)
+    assert (pool.num_evictable, pool.num_free) == (2, 1)
     pool.drop(third)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixkv.pool import PagePool
+from radixkv.pool import PagePool, load_kernel
 from radixkv.radix import (
     MAX_TOKEN_ID,
     RadixTree,
@@ -23,40 +25,46 @@ runs = st.lists(st.integers(0, 3), max_size=300)
 class Owner:
     """Inserts as a lease does: holds what it matched, gives its pages back after."""
 
+    plain = False
+    checked = True
+
     def __init__(self, page_size: int, num_pages: int, eviction: str = "lru") -> None:
-        self.page_size = page_size
-        self.pool = PagePool(num_pages)
+        self.pool = PagePool(num_pages, plain=self.plain)
         self.tree = RadixTree(page_size, self.pool, eviction)
 
-    def insert(self, token_ids: list[int], namespace: str | None = None) -> list[int]:
+    def insert(self, token_ids: list[int], namespace: Hashable = None) -> list[int]:
         tokens = encode_tokens(token_ids)
-        found = self.tree.match(tokens, namespace)
-        self.pool.hold(found.page_ids)
-        fresh = self.pool.allocate(-(-len(token_ids) // self.page_size) - found.page_ids.size)
-        page_ids = np.concatenate([found.page_ids, fresh])
-        self.tree.settle(found.node if found.child is None else found.child)
-        placed = self.tree.insert(tokens, page_ids, namespace)
+        page_ids, _ = self.tree.acquire(tokens, tokens.size, namespace)
+        self.tree.insert(tokens, page_ids, namespace)
         self.pool.drop(page_ids)
-        self.tree.check()
-        return placed.page_ids.tolist()
+        if self.checked:
+            self.tree.check()
+        return page_ids.tolist()
 
-    def match(self, token_ids: list[int], namespace: str | None = None) -> int:
+    def match(self, token_ids: list[int], namespace: Hashable = None) -> int:
         return self.tree.match(encode_tokens(token_ids), namespace).num_tokens
 
 
-@given(runs, runs, st.integers(0, 3))
-def test_common_prefix_is_the_first_difference(a: list[int], b: list[int], offset: int) -> None:
-    offset = min(offset, len(b))
-    expected = next(
-        (i for i, (x, y) in enumerate(zip(a, b[offset:], strict=False)) if x != y),
-        min(len(a), len(b) - offset),
-    )
-    found = common_prefix(encode_tokens(a), encode_tokens(b), 4 * offset)
-    assert found // 4 == expected
+@pytest.fixture(autouse=True, params=["compiled", "plain"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test of the tree runs on the compiled kernel and on its plain twin."""
+    monkeypatch.setattr(Owner, "plain", request.param == "plain")
+
+
+def test_the_kernel_is_compiled_and_its_twin_is_not() -> None:
+    assert load_kernel().COMPILED
+    assert not load_kernel(plain=True).COMPILED
+    assert Owner(4, 8).pool.kernel is load_kernel(Owner.plain)
+
+
+@given(runs, runs)
+def test_common_prefix_is_the_first_difference(a: list[int], b: list[int]) -> None:
+    expected = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    assert common_prefix(encode_tokens(a), encode_tokens(b)) == expected
 
 
 @given(st.lists(st.integers(0, MAX_TOKEN_ID), min_size=1, max_size=20))
-def test_every_container_gives_the_same_bytes_and_they_sort_as_tokens(ids: list[int]) -> None:
+def test_every_container_gives_the_same_tokens(ids: list[int]) -> None:
     expected = encode_tokens(ids)
     assert decode_tokens(expected).tolist() == ids
     given_ids = [
@@ -70,9 +78,12 @@ def test_every_container_gives_the_same_bytes_and_they_sort_as_tokens(ids: list[
         torch.tensor(ids),
         [torch.tensor(i) for i in ids],
     ]
-    assert [encode_tokens(value) for value in given_ids] == [expected] * len(given_ids)
-    other = [*ids[:-1], ids[-1] // 2]
-    assert (encode_tokens(other) < expected) == (other < ids)
+    encode = Owner(4, 8).tree.encode
+    for value in given_ids:
+        tokens = encode(value)
+        assert tokens.dtype == np.int32
+        assert tokens.tolist() == ids
+        assert not np.shares_memory(tokens, value) if isinstance(value, np.ndarray) else True
 
 
 @pytest.mark.parametrize(
@@ -82,6 +93,9 @@ def test_every_container_gives_the_same_bytes_and_they_sort_as_tokens(ids: list[
         ([2**31], ValueError, "2147483648"),
         ([2**40], ValueError, "1099511627776"),
         (np.array([3, -7]), ValueError, "-7"),
+        (np.array([3, 2**31]), ValueError, "2147483648"),
+        (np.array([3, 2**32]), ValueError, "4294967296"),
+        (np.array([3, -(2**63)]), ValueError, "-9223372036854775808"),
         (np.array([-7], dtype=np.int8), ValueError, "-7"),
         (np.array([2**31], dtype=np.uint32), ValueError, "2147483648"),
         (torch.tensor([2**33]), ValueError, "8589934592"),
@@ -101,7 +115,7 @@ def test_every_container_gives_the_same_bytes_and_they_sort_as_tokens(ids: list[
 )
 def test_what_is_no_token_id_is_refused(bad: object, kind: type[Exception], says: str) -> None:
     with pytest.raises(kind, match="token_ids") as caught:
-        encode_tokens(bad)
+        Owner(4, 8).tree.encode(bad)
     assert says in str(caught.value)
 
 
@@ -138,27 +152,25 @@ def test_a_match_ends_inside_a_page_at_the_child_that_shares_most() -> None:
 
 def test_five_thousand_prompts_that_each_extend_the_last_need_no_recursion() -> None:
     """POOL-6: page size 1, prompt i is 1..i; an edge grows in place, branches nest."""
-    pool = PagePool(30_000)
+    pool = PagePool(30_000, plain=Owner.plain)
     tree = RadixTree(1, pool)
     ids = list(range(1, 5001))
+
+    def put(token_ids: list[int]) -> None:
+        tokens = encode_tokens(token_ids)
+        pages, _ = tree.acquire(tokens, tokens.size)
+        tree.insert(tokens, pages)
+        pool.drop(pages)
+
     for i in range(100, 5001, 100):
-        tokens = encode_tokens(ids[:i])
-        found = tree.match(tokens)
-        pool.hold(found.page_ids)
-        pages = np.concatenate([found.page_ids, pool.allocate(i - found.page_ids.size)])
-        tree.insert(tokens, pages)
-        pool.drop(pages)
+        put(ids[:i])
     assert tree.num_nodes == 1
-    for i in range(1, 1501):  # a sibling at every level: 1,500 nodes, one below the other
-        tokens = encode_tokens([*ids[:i], 7_000_000])
-        found = tree.match(tokens)
-        pool.hold(found.page_ids)
-        pages = np.concatenate([found.page_ids, pool.allocate(1)])
-        tree.insert(tokens, pages)
-        pool.drop(pages)
+    for i in range(10, 1501, 10):  # a sibling every ten levels, one below the other
+        put([*ids[:i], 7_000_000])
     tree.check()
     assert tree.match(encode_tokens(ids)).num_tokens == 5000
-    assert tree.evict(30_000) == 6500
+    assert len(list(tree.nodes(tree.roots[None]))) == tree.num_nodes
+    assert tree.evict(30_000) == 5150
     assert tree.num_nodes == 0
     assert not tree.roots
 
@@ -167,7 +179,7 @@ def test_the_least_recently_used_tail_goes_first_and_prefixes_outlive_suffixes()
     owner = Owner(2, 16)
     owner.insert([1, 1, 2, 2, 3, 3])
     owner.insert([5, 5, 6, 6])
-    owner.tree.touch(owner.tree.match(encode_tokens([1, 1, 2, 2, 3, 3])))
+    owner.tree.touch(owner.tree.match(encode_tokens([1, 1, 2, 2, 3, 3])).page_ids)
     assert owner.tree.evict(1) == 1
     assert owner.match([5, 5, 6, 6]) == 2
     assert owner.tree.evict(2) == 2
@@ -179,7 +191,7 @@ def test_a_partial_hit_keeps_what_it_used_and_no_more() -> None:
     owner = Owner(1, 16)
     owner.insert([1, 2, 3, 4, 5, 6])
     owner.insert([9, 9, 9])
-    owner.tree.touch(owner.tree.match(encode_tokens([1, 2])))
+    owner.tree.touch(owner.tree.match(encode_tokens([1, 2])).page_ids)
     owner.tree.check()
     owner.tree.evict(4)  # the tail of the first is older than the second
     assert owner.match([1, 2, 3, 4, 5, 6]) == 2
@@ -196,6 +208,16 @@ def test_lfu_keeps_what_is_used_often_and_priority_what_is_dear() -> None:
     lfu.insert([2])
     lfu.tree.evict(1)
     assert (lfu.match([1]), lfu.match([2])) == (1, 0)
+    lfu.insert([4])
+    lfu.insert([4, 5])
+    lfu.insert([6])
+    lfu.tree.insert(encode_tokens([4, 5]), lfu.tree.acquire(encode_tokens([4, 5]), 2)[0])
+    lfu.pool.drop(lfu.tree.match(encode_tokens([4, 5])).page_ids)
+    lfu.tree.credit(lfu.tree.end_page, 9)  # as many uses more, of 5 and of 4 before it
+    lfu.tree.check()
+    assert sorted(n.num_hits > 9 for n in lfu.tree.nodes(lfu.tree.roots[None]))[-2:] == [True] * 2
+    lfu.tree.evict(2)
+    assert (lfu.match([1]), lfu.match([6]), lfu.match([4, 5])) == (0, 0, 2)
     dear = Owner(1, 8, "priority")
     for token, priority, expires in ((1, 5, None), (2, 1, None), (3, 9, 10.0)):
         page = dear.pool.allocate(1)
@@ -210,8 +232,9 @@ def test_lfu_keeps_what_is_used_often_and_priority_what_is_dear() -> None:
 
 
 def test_eviction_looks_at_no_held_leaf() -> None:
-    """Its steps are counted, not timed: held leaves are not in the ordered set at all."""
+    """Held leaves are not in the queue at all, and come back to it as they are given back."""
     owner = Owner(1, 3000)
+    queued = owner.tree.kernel.NUM_QUEUED
     held = [owner.pool.allocate(1) for _ in range(1000)]
     for i, page in enumerate(held):
         owner.tree.insert(encode_tokens([10 + i]), page)
@@ -219,24 +242,69 @@ def test_eviction_looks_at_no_held_leaf() -> None:
         page = owner.pool.allocate(1)
         owner.tree.insert(encode_tokens([100_000 + i]), page)
         owner.pool.drop(page)
-    looks = 0
-    count = owner.pool.count
-
-    def counted(page_id: int) -> int:
-        nonlocal looks
-        looks += 1
-        return count(page_id)
-
-    owner.pool.count = counted  # type: ignore[method-assign]
+    assert owner.pool.counts[queued] == 1000
     assert owner.tree.evict(1) == 1
-    assert looks <= 2
-    owner.pool.count = count  # type: ignore[method-assign]
     assert owner.tree.evict(5000) == 999
     assert owner.tree.evict(1) == 0
     for page in held:
         owner.pool.drop(page)
     owner.tree.check()
     assert owner.tree.evict(5000) == 1000
+
+
+def test_siblings_are_found_in_a_tree_of_logarithmic_depth() -> None:
+    """Thousands of siblings that begin alike: the way down to any of them is short."""
+    count = 2000 if Owner.plain else 20_000
+    owner = Owner(4, count + 1)
+    links, kernel = owner.pool.links, owner.tree.kernel
+    order = np.random.default_rng(0).permutation(count).tolist()
+    half = count // 2
+    for i in sorted(order[:half]) + order[half:]:  # ascending ones are the worst for a tree
+        tokens = encode_tokens([1, 2, i, 3])
+        pages, _ = owner.tree.acquire(tokens, 4)
+        owner.tree.insert(tokens, pages)
+        owner.pool.drop(pages)
+    depth = {owner.tree.roots[None].last_page: 0}
+    stack = [links.item(owner.tree.roots[None].last_page, kernel.CHILDREN)]
+    depth[stack[0]] = 1
+    while stack:
+        page = stack.pop()
+        for side in (kernel.LEFT, kernel.RIGHT):
+            below = links.item(page, side)
+            if below:
+                depth[below] = depth[page] + 1
+                stack.append(below)
+    assert len(depth) == count + 1
+    assert max(depth.values()) <= 50  # a random search tree of so many: 34 or so
+    assert owner.match([1, 2, order[5], 9]) == 3
+
+
+def test_namespaces_that_are_equal_but_of_different_types_are_apart() -> None:
+    owner = Owner(2, 64)
+    names = [1, True, 1.0, ("a", 1), ("a", True), "1", b"1", None, (None,), ()]
+    for i, name in enumerate(names):
+        assert owner.match([1, 2, 3], name) == 0
+        owner.insert([1, 2, 3], name)
+        assert owner.match([1, 2, 3], name) == 3
+        assert len(owner.tree.roots) == i + 1
+    assert owner.tree.clear(1) == 2
+    assert [owner.match([1, 2, 3], n) for n in names] == [0] + [3] * (len(names) - 1)
+
+
+def test_namespaces_come_and_go_in_any_number() -> None:
+    owner = Owner(1, 300)
+    owner.checked = False
+    for i in range(200):  # more than there are rows for at first
+        owner.insert([i, i + 1], f"tenant {i}")
+    assert sorted(owner.tree.roots) == sorted(f"tenant {i}" for i in range(50, 200))
+    owner.tree.evict(120)
+    assert sorted(owner.tree.roots) == sorted(f"tenant {i}" for i in range(110, 200))
+    owner.tree.check()
+    rows = len(owner.pool.links)
+    for i in range(500):
+        owner.insert([i], f"another {i}")
+    assert len(owner.pool.links) <= 2 * rows
+    owner.tree.check()
 
 
 @settings(max_examples=60, deadline=None)

@@ -74,14 +74,14 @@ def test_render_draws_every_node_with_its_facts(byte_tokenizer: Any) -> None:
     print(text)
     lines = text.splitlines()
     assert lines[0].startswith("model cache: 4 nodes, 13 tokens, 5 of 64 pages of 4 tokens")
-    assert lines[1] == "(no namespace)"
+    assert lines[1] == "(no namespace): 11 tokens, 3 pages"
     assert lines[2].startswith("└─ 4 tokens, 1 page, ")
     assert lines[2].endswith(": 1 2 3 4")
     assert lines[3].startswith("   ├─ 4 tokens, 1 page, ")
     assert "1 held" in lines[3]
     assert lines[4].startswith("   └─ 3 tokens, 1 page, ")
     assert "1 pinned" in lines[4]
-    assert lines[5] == "namespace 'tenant'"
+    assert lines[5] == "namespace 'tenant': 2 tokens, 1 page"
     assert len(lines) == 7
     assert "... 2 below" in cache.render(max_depth=1)
     ids = byte_tokenizer("the onion", add_special_tokens=False)["input_ids"]
