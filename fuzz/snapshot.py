@@ -28,7 +28,7 @@ import torch
 
 from radixkv import KVConfig, KVSpec, PrefixCache, SnapshotError
 from radixkv import snapshot as format_
-from radixkv.radix import TOKEN_BYTES
+from radixkv.radix import Tokens
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=1, head_dim=2)
 NUM_PAGES = 48
@@ -59,13 +59,12 @@ def put(cache: PrefixCache, namespace: Hashable, token_ids: list[int], number: i
         lease.commit(**options)  # type: ignore[arg-type]
 
 
-def stored(cache: PrefixCache, namespace: Hashable, tokens: bytes) -> tuple[int, bytes]:
+def stored(cache: PrefixCache, namespace: Hashable, tokens: Tokens) -> tuple[int, bytes]:
     """How many tokens are found, and the stored bytes of these, in all layers."""
     found = cache.tree.match(tokens, namespace)
-    pages = np.append(found.page_ids, found.partial_page)
     index, at = np.divmod(np.arange(found.num_tokens), cache.page_size)
     parts = [
-        tensor.view(torch.uint8)[layer, pages[index], :, at].numpy().tobytes()
+        tensor.view(torch.uint8)[layer, found.page_ids[index], :, at].numpy().tobytes()
         for tensor in cache.storage.pages
         if tensor.numel()
         for layer in range(SPEC.num_layers)
@@ -73,16 +72,17 @@ def stored(cache: PrefixCache, namespace: Hashable, tokens: bytes) -> tuple[int,
     return found.num_tokens, b"".join(parts)
 
 
-def leaves(cache: PrefixCache) -> Iterator[tuple[Hashable, bytes]]:
+def leaves(cache: PrefixCache) -> Iterator[tuple[Hashable, Tokens]]:
     """Every whole sequence that a cache holds."""
-    for namespace, root in cache.tree.roots.items():
-        for node in cache.tree.nodes(root):
-            if node.children is None:
-                parts, walk = [], node
-                while walk.parent is not None:
-                    parts.append(bytes(walk.tokens))
-                    walk = walk.parent
-                yield namespace, b"".join(reversed(parts))
+    tree = cache.tree
+    for root in tree.roots.values():
+        stack = [(node, [node.tokens]) for node in tree.children(root)]
+        while stack:
+            node, parts = stack.pop()
+            below = tree.children(node)
+            stack += [(child, [*parts, child.tokens]) for child in below]
+            if not below:
+                yield root.namespace, np.concatenate(parts)
 
 
 @dataclass
@@ -119,12 +119,12 @@ class Target:
         cache.clear()
         if warm:
             put(cache, *WARM)
-        before = cache.render(), cache.pool.state.tobytes()
+        before = cache.render(), cache.pool.ref_count.tobytes()
         try:
             cache.load(path, salvage=salvage)
         except SnapshotError:
             cache.check()
-            assert (cache.render(), cache.pool.state.tobytes()) == before, (
+            assert (cache.render(), cache.pool.ref_count.tobytes()) == before, (
                 "a failed load changed it"
             )
             return False
@@ -134,7 +134,7 @@ class Target:
         oracle = self.merged if warm else self.original
         for namespace, tokens in leaves(cache):
             found, content = stored(cache, namespace, tokens)
-            assert found * TOKEN_BYTES == len(tokens)
+            assert found == tokens.size
             known, expected = stored(oracle, namespace, tokens)
             assert found == known, f"a hit on what was never saved: {namespace!r}, {tokens!r}"
             assert content == expected, f"another page's bytes: {namespace!r}, {tokens!r}"

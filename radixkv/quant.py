@@ -225,6 +225,7 @@ class Int4Format(KVFormat):
     """
 
     name = "int4"
+    version = 2  # 1 had a scale and a zero a group
     code_dtype = torch.uint8
     poison = 0xFF  # with NaN scales, as every fresh page gets
 

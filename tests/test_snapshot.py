@@ -23,7 +23,7 @@ from fuzz.snapshot import mutants
 from radixkv import KVConfig, KVSpec, PrefixCache, SnapshotError, cli
 from radixkv.config import KV_DTYPES
 from radixkv.radix import encode_tokens
-from radixkv.snapshot import Snapshot, merge, replacing
+from radixkv.snapshot import Snapshot, merge, replacing, tree_namespaces
 
 ROOT = Path(__file__).resolve().parent.parent
 SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=4, v_head_dim=2)
@@ -58,7 +58,7 @@ def put(cache: PrefixCache, token_ids: list[int], *, namespace: Any = None, **op
 def stored(cache: PrefixCache, token_ids: list[int], namespace: Any = None) -> tuple[int, bytes]:
     """How many tokens are found, and the stored bytes of these, in all layers."""
     found = cache.tree.match(encode_tokens(token_ids), namespace)
-    pages = np.append(found.page_ids, found.partial_page)
+    pages = found.page_ids
     index, at = np.divmod(np.arange(found.num_tokens), cache.page_size)
     parts = [
         tensor.view(torch.uint8)[pages[index], :, at].numpy().tobytes()
@@ -73,7 +73,7 @@ def stored(cache: PrefixCache, token_ids: list[int], namespace: Any = None) -> t
 def state(cache: PrefixCache) -> Any:
     """Everything that a failed call must leave as it was."""
     stats = cache.stats()
-    return cache.render(), stats.pages_free, stats.pages_cached, cache.pool.state.tobytes()
+    return cache.render(), stats.pages_free, stats.pages_cached, cache.pool.ref_count.tobytes()
 
 
 @pytest.fixture(autouse=True)
@@ -366,13 +366,13 @@ def test_namespaces_that_mean_the_same_elsewhere_are_kept_others_named(tmp_path:
     cache.save(path)
     other = make(4)
     other.load(path)
-    assert list(other.tree.roots) == list(cache.tree.roots)
+    assert set(other.tree.roots) == set(cache.tree.roots)
     for namespace in good:
         assert stored(other, [1, 2, 3], namespace) == stored(cache, [1, 2, 3], namespace)
         cache.save(path, namespace=namespace)
         alone = make(4)
         alone.load(path)
-        assert list(alone.tree.roots) == [namespace]
+        assert tree_namespaces(alone.tree) == [namespace]
     before = path.read_bytes()
     nested: Any = ()
     for _ in range(20):
