@@ -1027,8 +1027,8 @@ def _insert(
         tokens = tokens[: int(count.sum()) * saved.page_size]
     places = _runs(first, count)
     page_ids = pages_of[places]
-    missing = page_ids == NULL_PAGE
-    if missing.any():
+    missing = np.flatnonzero(page_ids == NULL_PAGE)
+    if missing.size:
         page_ids[missing] = tree.match(tokens, namespace).page_ids[missing]
         tree.pool.hold(page_ids[missing])
     priority, ttl_s = int(saved.priority[row]), float(saved.ttl_s[row])
