@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import io
 import logging
+import os
 import random
 import sys
 import tempfile
@@ -136,7 +137,6 @@ def points(tokenizer: Any, model: Any) -> list[tuple[str, Any, str]]:
         ("allocation: extend", cache.Lease, "extend"),
         ("allocation: fork", cache.Lease, "fork"),
         ("allocation: batch", engine, "build_batch"),
-        ("allocation: slots", batch.Lease, "slots"),
         ("allocation: logits", engine, "_gather"),
         ("model: forward", model, "forward"),
         ("model: second layer", model.model.layers[1], "forward"),
@@ -150,6 +150,8 @@ def points(tokenizer: Any, model: Any) -> list[tuple[str, Any, str]]:
         ("sampler: guide", guided.Guide, "advance"),
         ("callback: progress", rich.progress.Progress, "update"),
         ("disk: page of the tree", Path, "write_text"),
+        ("disk: fsync", os, "fsync"),
+        ("disk: rename", os, "replace"),
     ]
 
 
@@ -353,8 +355,9 @@ def shown(engine: Engine, again: Callable[..., Any]) -> Outcomes:
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "tree.html"
         again(engine.cache.to_html, page)
-        written = page.exists()
-    return {"bar": outcome(bar), "later": outcome(later), "page": written}
+        again(engine.cache.save, Path(folder) / "cache.rkv")
+        written = sorted(path.name for path in Path(folder).iterdir())
+    return {"bar": outcome(bar), "later": outcome(later), "written": written}
 
 
 class Harness:
@@ -372,7 +375,7 @@ class Harness:
         self.loads: dict[str, Any] = {
             "prompts": Batched(self.faults, "greedy prompt processed", 6),
             "forks": Batched(self.faults, "greedy samples beams", 6),
-            "text": Batched(self.faults, "regex chat", 8),
+            "text": Batched(self.faults, "regex chat greedy samples", 8),
             "mixed": Batched(self.faults, "greedy samples processed beams prompt regex chat", 8),
         } | {
             script.__name__: Called(self.faults, script)

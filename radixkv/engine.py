@@ -451,8 +451,6 @@ class Engine:
         self._stepping = threading.get_ident()
         progressed: dict[Request, None] = {}
         try:
-            if self._inbox:
-                self._drop_stale()
             self._settle(progressed)
             outputs = self._scheduler.step()
             if outputs:
@@ -527,6 +525,8 @@ class Engine:
 
     def _settle(self, progressed: dict[Request, None]) -> None:
         """Start what was submitted, end what was aborted or timed out, forget what has ended."""
+        if self._inbox:
+            self._drop_stale()
         while self._inbox:
             request = self._inbox.popleft()
             self._live[request] = None

@@ -173,18 +173,20 @@ class Scheduler:
             Its lease, still held, if ``keep_lease``; None otherwise.
         """
         (self.running if seq in self.running else self.waiting).remove(seq)
-        if seq.lease is not None:
-            seq.tell_lease()
-        lease, seq.lease, seq.page_ids, seq.room = seq.lease, None, None, 0
+        lease = seq.lease
         if lease is None:
             return None
-        commit = min(commit, seq.num_computed)
         try:
+            commit = min(commit, seq.num_computed)
+            if commit > 0 or keep_lease:
+                seq.tell_lease()
             if commit > 0:
                 lease.commit(commit)
         except BaseException:
             lease.release()
             raise
+        finally:
+            seq.lease, seq.page_ids, seq.room = None, None, 0
         if keep_lease:
             return lease
         lease.release()

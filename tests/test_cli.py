@@ -164,8 +164,8 @@ def test_calc_refuses_in_one_line(capsys, arguments, says):
     [
         ([""], "prompt: expected some text, got none"),
         (["hi", "--temperature", "-1"], "temperature: expected a finite number >= 0.0, got -1.0"),
-        (["hi", "--n", "0"], "SamplingParams.n: expected an integer >= 1, got 0"),
-        (["hi", "--beams", "0"], "BeamParams.width: expected an integer >= 1, got 0"),
+        (["hi", "--n", "0"], "SamplingParams.n: expected an integer from 1 to 65536, got 0"),
+        (["hi", "--beams", "0"], "BeamParams.width: expected an integer from 1 to 65536, got 0"),
         (["hi", "--beams", "2", "--n", "2"], "--n: expected 1 with --beams, got 2"),
         (["hi", "--kv-dtype", "int9"], "KVConfig.dtype: expected one of"),
         (["hi", "--capacity", "lots"], "KVConfig.capacity: expected"),

@@ -34,9 +34,9 @@ class FakeRunner:
     max_positions = None
 
     def __init__(self) -> None:
-        self.model = types.SimpleNamespace(
-            generation_config=None, config=types.SimpleNamespace(eos_token_id=EOS)
-        )
+        self.model = torch.nn.Module()
+        self.model.generation_config = None
+        self.model.config = types.SimpleNamespace(eos_token_id=EOS)
         self.checks = True
 
     def is_batch_invariant(self, kv: KVConfig, backend: str) -> bool:

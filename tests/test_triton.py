@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="the extra gpu is not installed")
-
 from radixkv import compiled, tiles
 from radixkv.attention import get_backend
 from radixkv.compiled import CompileJob, compile_kernel, faults_of
