@@ -124,7 +124,7 @@ def points(tokenizer: Any, model: Any) -> list[tuple[str, Any, str]]:
     """Every place that is made to fail: (name, owner, attribute)."""
     import rich.progress
 
-    from radixkv import batch, beam, cache, engine, guided, pool, radix, request, sampling
+    from radixkv import beam, cache, engine, guided, pool, radix, request, sampling
 
     kind = type(tokenizer)
     return [
