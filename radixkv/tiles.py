@@ -2,7 +2,7 @@
 
 A tile changes in which order a sum is taken, so it must not depend on the batch: it is chosen by
 kernel, format, head size, query group and device alone. Nothing is tuned unless asked for
-(`radixkv bench kernel --tune`, on a GPU): results stay the same from run to run.
+(`tune`, on a GPU): results stay the same from run to run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Tile:
 
 
 def shipped_tile(kernel: str, kv_dtype: str, head_dim: int) -> Tile:
-    """What is used where nothing was tuned: compiles without spills on every target."""
+    """What is used where nothing was tuned: chosen to compile without spills on every target."""
     # Padded columns and wide rows take more registers: half the tokens at a time.
     block_n = 64 if head_dim in (64, 128) else 32
     return Tile(16, block_n, 4, 3) if kernel == "decode" else Tile(32, block_n, 4, 2)

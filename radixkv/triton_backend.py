@@ -638,8 +638,13 @@ def paged_attention(
     """Attend new tokens to stored pages; see `radixkv.reference.paged_attention`.
 
     Accuracy: float32 sums; products in float32 for a float32 model, else of half floats. A
-    sequence's result does not depend on the rest of the batch.
+    sequence's result does not depend on the rest of the batch, unless
+    ``KVConfig(shared_prefix="always")`` asks for shared pages to be read once (not by "auto",
+    as long as no GPU has been measured).
     """
+    every_one_new = q.shape[0] == batch.seq_lens.shape[0]
+    if batch.runs and every_one_new and codec.config.shared_prefix == "always":
+        return shared_attention(codec, layer, q, batch, batch.runs, rule)
     queries = _queries(codec, q)
     decodes = extends = True
     if q.device.type == "cpu" or "host_lens" in batch.__dict__:  # known without waiting

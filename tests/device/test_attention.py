@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from radixkv import reference, triton_backend
 from radixkv.config import KVConfig
+from radixkv.groups import SharedRun
 from radixkv.quant import KVCodec, KVFormat, KVSpec, LayerPages, hadamard
 from radixkv.reference import AttentionBatch, ScoreRule
 
@@ -387,6 +388,20 @@ def test_shared_pages_under_score_rules(fields):
     case.check(
         triton_backend.shared_attention(case.codec, case.layer, case.q, case.batch, runs, case.rule)
     )
+
+
+@pytest.mark.parametrize("asked", ["always", "auto"])
+def test_shared_runs_of_a_batch_are_read_once_where_asked_for(asked):
+    case, runs = shared_case()
+    case.batch = replace(
+        case.batch, runs=tuple(SharedRun(a, b, np.array(seqs)) for a, b, seqs in runs)
+    )
+    codec = KVCodec(case.codec.spec, replace(case.codec.config, shared_prefix=asked))
+    before = triton_backend.runs.copy()
+    got = triton_backend.paged_attention(codec, case.layer, case.q, case.batch, case.rule)
+    made = triton_backend.runs - before
+    assert made == ({"shared": 1} if asked == "always" else {}) | {"decode": 1, "merge": 1}
+    case.check(got)
 
 
 def test_more_queries_than_a_tile_holds_share_a_run():
