@@ -368,6 +368,7 @@ def test_readme_code_is_the_first_example():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("installed", ["wheel"], indirect=True)  # the kernels compile anew in each
 def test_readme_code_finds_the_second_prompt_in_the_cache(installed, tmp_path):
     (code,) = readme_blocks("python")
     lines = run_python(code, cwd=tmp_path, python=installed).splitlines()
