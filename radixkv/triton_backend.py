@@ -504,7 +504,7 @@ def merge(
 
 
 def share(
-    batch: AttentionBatch, runs: Sequence[tuple[int, int, Sequence[int]]], page_size: int
+    batch: AttentionBatch, runs: Sequence[tuple[int, int, Any]], page_size: int
 ) -> tuple[SharedRuns, Tensor, Tensor]:
     """What `shared_decode`, `decode_tails` and `merge` need to read shared pages once.
 
@@ -556,7 +556,7 @@ def shared_attention(
     layer: LayerPages,
     q: Tensor,
     batch: AttentionBatch,
-    runs: Sequence[tuple[int, int, Sequence[int]]],
+    runs: Sequence[tuple[int, int, Any]],
     rule: ScoreRule,
 ) -> Tensor:
     """As `paged_attention` for sequences with one new token each; ``runs`` are read once.
