@@ -1,22 +1,28 @@
-"""Products of activations with the plain weights of a linear layer, compiled by Numba.
+"""What a decoder layer computes besides its attention, compiled by Numba: products, norms, RoPE.
 
 The weights are read where they lie, ``[outputs, inputs]`` as the checkpoint has them: they are
 held once, and a step that decodes one sequence takes the time that memory needs to give them.
 An output element is summed lane by lane over the inputs, then over the lanes, whatever the
 number of rows, the tile or the thread: a row's bits do not depend on its neighbours.
+
+A kernel runs a short program: operations in stages, each cut into tasks that threads take in
+turn. A stage begins when all tasks before it are done. A thread that comes late finds fewer
+tasks left; none waits for it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numba
 import numpy as np
 from llvmlite import ir
-from numba import carray, cfunc, types
+from numba import carray, cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -24,21 +30,80 @@ from radixkv_kernels import cpu
 from radixkv_kernels.cpu import LANES, _fetch_add
 
 _I1, _I32, _I64, _F32 = ir.IntType(1), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_F64 = ir.DoubleType()
 _VF = ir.VectorType(_F32, LANES)
+_V4 = ir.VectorType(_F32, 4)
+
 _TILE = (4, 6) if LANES == 16 else (2, 4)  # rows, outputs: their sums fill the registers
 _TASK_BYTES = 2**18  # of weights: they stay in the second-level cache while the rows pass by
 _MAX_TASK = 64  # outputs
-_SMALL = 2**20  # weights times rows (+ 8): below, waking a second thread takes longer
 _ROW_BLOCK_BYTES = 2**17  # of input rows that stay in that cache, too
+_NORM_ROWS = 8  # rows of a task
+_SMALL = 2**20  # weights times rows (+ 8): below, waking a second thread takes longer
+_SPINS = 1000  # looks at a counter before a thread offers its place to another
 
-_FIELDS = ("x", "weight", "bias", "out", "num_rows", "num_outputs", "num_inputs", "task_outputs",
-           "counter")  # fmt: skip
-_ARGS = np.dtype([(name, "i8") for name in _FIELDS])
-_SIGNATURE = types.void(types.CPointer(numba.from_dtype(_ARGS)))
+PRODUCT, GATED, NORM, ROPE = range(4)
+"""Operations. All matrices are float32, rows contiguous; ``_row`` is a row's length in bytes.
+
+PRODUCT: out = x weight^T (+ bias) (+ more).
+GATED: out = silu(x weight^T (+ bias)) * (x weight2^T (+ bias2)); out2 is its scratch.
+NORM: out = weight * (x / sqrt(mean(x^2) + eps)); weight 0: none.
+ROPE: out [num_rows, num_outputs] is heads of num_inputs; each is normed as by NORM if weight is
+not 0, then turned in place by cos (x) and sin (more), [num_rows, num_inputs].
+"""
+
+_FIELDS = ("kind", "first_task", "needs", "num_tasks", "step", "num_rows", "num_outputs",
+           "num_inputs", "x", "x_row", "weight", "bias", "out", "out_row", "more", "more_row",
+           "weight2", "bias2", "out2")  # fmt: skip
+_OP = np.dtype([(name, "i8") for name in _FIELDS] + [("eps", "f8")])
+_WORDS = len(_FIELDS) + 1
+_MAX_OPS = 15
+_MAX_WORDS = _WORDS * (_MAX_OPS + 1)
+_HEAD_NUM_OPS, _HEAD_COUNTERS = _FIELDS.index("num_rows"), _FIELDS.index("x")
+_SIGNATURE = types.void(types.CPointer(numba.from_dtype(_OP)))
 
 
 def _number(value: int) -> Any:
     return ir.Constant(_I64, value)
+
+
+def _at(b: Any, address: Any, index: Any, size: Any) -> Any:
+    """The pointer ``index`` times ``size`` bytes behind an address."""
+    size = _number(size) if isinstance(size, int) else size
+    index = _number(index) if isinstance(index, int) else index
+    return cpu._pointer(b, b.add(address, b.mul(index, size)))
+
+
+# -- intrinsics ----------------------------------------------------------------------------------
+
+
+@intrinsic
+def _wait_for(typingctx: Any, counter: Any, number: Any):
+    """Wait until other threads have brought the int64 at ``counter`` to ``number``."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        place = b.inttoptr(args[0], _I64.as_pointer())
+        look, wait, done = (b.append_basic_block(name) for name in ("look", "wait", "done"))
+        spins = cgutils.alloca_once_value(b, _number(0))
+        b.branch(look)
+        b.position_at_end(look)
+        seen = b.load_atomic(place, "seq_cst", 8)
+        b.cbranch(b.icmp_signed(">=", seen, args[1]), done, wait)
+        b.position_at_end(wait)
+        tried = b.add(b.load(spins), _number(1))
+        b.store(tried, spins)
+        if cpu._CPU.get("sse2"):
+            kind = ir.FunctionType(ir.VoidType(), [])
+            b.call(cgutils.get_or_insert_function(b.module, kind, "llvm.x86.sse2.pause"), [])
+        if sys.platform != "win32":
+            with b.if_then(b.icmp_signed(">", tried, _number(_SPINS)), likely=False):
+                kind = ir.FunctionType(_I32, [])
+                b.call(cgutils.get_or_insert_function(b.module, kind, "sched_yield"), [])
+        b.branch(look)
+        b.position_at_end(done)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
 
 
 def _tail(b: Any, pointer: Any, offset: Any, count: Any) -> Any:
@@ -58,27 +123,33 @@ def _multiply_block(
     num_rows: Any,
     num_outputs: Any,
     x: Any,
+    x_row: Any,
     weight: Any,
     bias: Any,
     out: Any,
     out_row: Any,
+    more: Any,
+    more_row: Any,
 ):
-    """out[r, n] = x[r, :] . weight[n, :] (+ bias[n] unless its address is 0)."""
+    """out[r, n] = x[r, :] . weight[n, :] (+ bias[n]) (+ more[r, n]); address 0: there is none."""
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        num_inputs, num_rows, num_outputs, x, weight, bias, out, out_row = args
+        num_inputs, num_rows, num_outputs, x, x_row, weight, bias, out, out_row, more, more_row = (
+            args
+        )
         line = b.mul(num_inputs, _number(4))
         num_whole = b.sdiv(num_inputs, _number(LANES))
         num_left = b.srem(num_inputs, _number(LANES))
         has_tail = b.icmp_signed("!=", num_left, _number(0))
         has_bias = b.icmp_signed("!=", bias, _number(0))
+        has_more = b.icmp_signed("!=", more, _number(0))
 
-        def lines(address: Any, first: Any, count: int) -> list[Any]:
-            places = [b.mul(b.add(first, _number(i)), line) for i in range(count)]
-            return [cpu._pointer(b, b.add(address, place)) for place in places]
+        def lines(address: Any, first: Any, count: int, line: Any) -> list[Any]:
+            return [_at(b, address, b.add(first, _number(i)), line) for i in range(count)]
 
         def tile(row: Any, output: Any, rows: int, outputs: int) -> None:
-            x_rows, w_rows = lines(x, row, rows), lines(weight, output, outputs)
+            x_rows = lines(x, row, rows, x_row)
+            w_rows = lines(weight, output, outputs, line)
             cells = [(r, n) for r in range(rows) for n in range(outputs)]
             sums = {cell: cgutils.alloca_once(b, _VF) for cell in cells}
             for place in sums.values():
@@ -105,6 +176,10 @@ def _multiply_block(
                 with b.if_then(has_bias):
                     value = cpu._load(b, cpu._pointer(b, b.add(bias, column)), 4 * n, _F32)
                     b.store(b.fadd(b.load(total), value), total)
+                with b.if_then(has_more):
+                    other = b.add(b.add(more, column), b.mul(more_row, b.add(row, _number(r))))
+                    value = cpu._load(b, cpu._pointer(b, other), 4 * n, _F32)
+                    b.store(b.fadd(b.load(total), value), total)
                 target = b.add(b.add(out, column), b.mul(out_row, b.add(row, _number(r))))
                 cpu._store(b, b.load(total), cpu._pointer(b, target), 4 * n)
 
@@ -122,43 +197,320 @@ def _multiply_block(
         cover(num_outputs, _TILE[1], multiply)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 8), codegen
+    return types.void(*[types.int64] * 11), codegen
 
 
-def make_linear() -> Any:
-    """The kernel: threads take blocks of outputs, and multiply all rows with each."""
+def _masked(b: Any, count: Any) -> Any:
+    lanes = ir.Constant(ir.VectorType(_I32, LANES), list(range(LANES)))
+    return b.icmp_signed("<", lanes, cpu._splat(b, b.trunc(count, _I32)))
 
-    def linear(pointer):  # type: ignore[no-untyped-def]
-        args = carray(pointer, 1)[0]
-        line, out_row = 4 * args.num_inputs, 4 * args.num_outputs
-        row_block = max(8, _ROW_BLOCK_BYTES // line // 8 * 8)
+
+def _elementwise(
+    b: Any,
+    count: Any,
+    sources: Sequence[Any],
+    compute: Callable[..., Sequence[Any]],
+    targets: Sequence[Any] = (),
+) -> None:
+    """Vector by vector: read from all sources (addresses), compute, write to the targets."""
+    whole, left = b.sdiv(count, _number(LANES)), b.srem(count, _number(LANES))
+    with cgutils.for_range(b, whole) as loop:
+        offset = b.mul(loop.index, _number(4 * LANES))
+        values = compute(*[cpu._load(b, cpu._pointer(b, a), offset, _VF) for a in sources])
+        for address, value in zip(targets, values, strict=True):
+            cpu._store(b, value, cpu._pointer(b, address), offset)
+    with b.if_then(b.icmp_signed("!=", left, _number(0))):
+        mask, offset = _masked(b, left), b.mul(whole, _number(4 * LANES))
+        align, pointer = ir.Constant(_I32, 4), _VF.as_pointer()
+        bits = ir.VectorType(_I1, LANES)
+        kind = ir.FunctionType(_VF, [pointer, _I32, bits, _VF])
+        name = f"v{LANES}f32.p0"
+        load = cgutils.get_or_insert_function(b.module, kind, f"llvm.masked.load.{name}")
+        kind = ir.FunctionType(ir.VoidType(), [_VF, pointer, _I32, bits])
+        store = cgutils.get_or_insert_function(b.module, kind, f"llvm.masked.store.{name}")
+
+        def place(address: Any) -> Any:
+            return b.inttoptr(b.add(address, offset), pointer)
+
+        values = compute(*[b.call(load, [place(a), align, mask, cpu._const(0.0)]) for a in sources])
+        for address, value in zip(targets, values, strict=True):
+            b.call(store, [value, place(address), align, mask])
+
+
+@intrinsic
+def _norm_row(typingctx: Any, count: Any, x: Any, weight: Any, eps: Any, out: Any):
+    """Out = weight * (x / sqrt(mean(x^2) + eps)); in place if out is x."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        count, x, weight, eps, out = args
+        total = cgutils.alloca_once_value(b, cpu._const(0.0))
+
+        def square(value: Any) -> list[Any]:
+            b.store(cpu._fma(b, value, value, b.load(total)), total)
+            return []
+
+        _elementwise(b, count, [x], square)
+        mean = b.fdiv(cpu._fold(b, b.load(total), cpu._add), b.sitofp(count, _F32))
+        root = cpu._call(b, "sqrt", _F32, b.fadd(mean, b.fptrunc(eps, _F32)))
+        factor = cpu._splat(b, b.fdiv(ir.Constant(_F32, 1.0), root))
+        _elementwise(
+            b, count, [x, weight], lambda value, w: [b.fmul(w, b.fmul(value, factor))], [out]
+        )
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.float64, types.int64), codegen
+
+
+@intrinsic
+def _turn_head(typingctx: Any, half: Any, head: Any, cos: Any, sin: Any):
+    """RoPE in place: the first half of the dimensions pairs with the second."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        half, head, cos, sin = args
+        step = b.mul(half, _number(4))
+        second = b.add(head, step)
+
+        def turn(x: Any, y: Any, cos1: Any, cos2: Any, sin1: Any, sin2: Any) -> list[Any]:
+            # Rounded as transformers does: two products, then their sum.
+            return [
+                b.fsub(b.fmul(x, cos1), b.fmul(y, sin1)),
+                b.fadd(b.fmul(y, cos2), b.fmul(x, sin2)),
+            ]
+
+        sources = [head, second, cos, b.add(cos, step), sin, b.add(sin, step)]
+        _elementwise(b, half, sources, turn, [head, second])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
+
+
+@intrinsic
+def _gate_row(typingctx: Any, count: Any, gate: Any, up: Any):
+    """Gate = silu(gate) * up."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        count, gate, up = args
+
+        def compute(x: Any, y: Any) -> list[Any]:
+            small = cpu._exp(b, cpu._min(b, x, b.fneg(x)))
+            one, zero = cpu._const(1.0), cpu._const(0.0)
+            above = b.select(b.fcmp_ordered(">", x, zero), one, small)
+            return [b.fmul(b.fmul(x, b.fdiv(above, b.fadd(one, small))), y)]
+
+        _elementwise(b, count, [gate, up], compute, [gate])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), codegen
+
+
+# -- tasks ---------------------------------------------------------------------------------------
+
+
+@njit(error_model="numpy")
+def _offset(address, num_bytes):  # type: ignore[no-untyped-def]
+    return address + num_bytes if address != 0 else 0
+
+
+@njit(error_model="numpy")
+def _product(  # type: ignore[no-untyped-def]
+    num_rows, num_outputs, num_inputs, x, x_row, weight, bias, out, out_row, more, more_row
+):
+    """One task's outputs, for all rows."""
+    row_block = max(8, _ROW_BLOCK_BYTES // (4 * num_inputs) // 8 * 8)
+    for row in range(0, num_rows, row_block):
+        _multiply_block(
+            num_inputs, min(row_block, num_rows - row), num_outputs, x + row * x_row, x_row,
+            weight, bias, out + row * out_row, out_row, _offset(more, row * more_row), more_row,
+        )  # fmt: skip
+
+
+def make_program() -> Any:
+    """The kernel: runs a program; see the module."""
+
+    def program(pointer):  # type: ignore[no-untyped-def]
+        head = carray(pointer, 1)[0]
+        num_ops, counters = head.num_rows, head.x
+        ops = carray(pointer, num_ops + 1)
+        number = 1
         while True:
-            output = _fetch_add(args.counter, 0) * args.task_outputs
-            if output >= args.num_outputs:
+            task = _fetch_add(counters, 0)
+            while number <= num_ops and task >= ops[number].first_task + ops[number].num_tasks:
+                number += 1
+            if number > num_ops:
                 break
-            for row in range(0, args.num_rows, row_block):
-                _multiply_block(
-                    args.num_inputs,
-                    min(row_block, args.num_rows - row),
-                    min(args.task_outputs, args.num_outputs - output),
-                    args.x + row * line,
-                    args.weight + output * line,
-                    args.bias + 4 * output if args.bias != 0 else 0,
-                    args.out + row * out_row + 4 * output,
-                    out_row,
-                )
+            op = ops[number]
+            if op.needs > 0:
+                _wait_for(counters + 8, op.needs)
+            first = (task - op.first_task) * op.step
+            if op.kind == PRODUCT or op.kind == GATED:
+                outputs, line = min(op.step, op.num_outputs - first), 4 * op.num_inputs
+                _product(
+                    op.num_rows, outputs, op.num_inputs, op.x, op.x_row,
+                    op.weight + first * line, _offset(op.bias, 4 * first),
+                    op.out + 4 * first, op.out_row,
+                    _offset(op.more, 4 * first), op.more_row,
+                )  # fmt: skip
+                if op.kind == GATED:
+                    _product(
+                        op.num_rows, outputs, op.num_inputs, op.x, op.x_row,
+                        op.weight2 + first * line, _offset(op.bias2, 4 * first),
+                        op.out2 + 4 * first, op.out_row, 0, 0,
+                    )  # fmt: skip
+                    for row in range(op.num_rows):
+                        place = row * op.out_row + 4 * first
+                        _gate_row(outputs, op.out + place, op.out2 + place)
+            else:
+                for row in range(first, min(first + op.step, op.num_rows)):
+                    if op.kind == NORM:
+                        _norm_row(
+                            op.num_inputs, op.x + row * op.x_row, op.weight, op.eps,
+                            op.out + row * op.out_row,
+                        )  # fmt: skip
+                    else:
+                        for n in range(0, op.num_outputs, op.num_inputs):
+                            place = op.out + row * op.out_row + 4 * n
+                            if op.weight != 0:
+                                _norm_row(op.num_inputs, place, op.weight, op.eps, place)
+                            _turn_head(
+                                op.num_inputs // 2, place, op.x + row * op.x_row,
+                                op.more + row * op.more_row,
+                            )  # fmt: skip
+            _fetch_add(counters, 1)
 
-    return cfunc(_SIGNATURE, cache=True, error_model="numpy")(linear)
+    return cfunc(_SIGNATURE, cache=True, error_model="numpy")(program)
+
+
+# -- host side -----------------------------------------------------------------------------------
 
 
 class _Local(threading.local):
+    """Memory of a program that runs, a thread's own."""
+
     def __init__(self) -> None:
-        self.arguments = (ctypes.c_int64 * (len(_FIELDS) + 1))()
-        self.address = ctypes.addressof(self.arguments)
-        self.counter = self.address + 8 * len(_FIELDS)
+        self.words = (ctypes.c_int64 * (_MAX_WORDS + 2))()
+        self.address = ctypes.addressof(self.words)
+        self.counters = self.address + 8 * _MAX_WORDS  # next task, tasks that are done
 
 
 _local = _Local()
+Address = int | tuple[str, int]
+"""An address, or the name of one that is given when a program runs and bytes to add to it."""
+
+
+class Program:
+    """Operations to run as one parallel region, as often as wanted.
+
+    Operations that are added one after another run at the same time, until `then`.
+
+    Args:
+        num_rows: of all matrices.
+        num_threads: of them the caller's is one.
+    """
+
+    def __init__(self, num_rows: int, num_threads: int) -> None:
+        self.num_rows, self.num_threads = num_rows, num_threads
+        self._words = [0] * _WORDS
+        self._given: list[tuple[int, str, int]] = []  # word, name, bytes to add
+        self._num_tasks = self._needs = self._work = 0
+
+    def then(self) -> None:
+        """What is added from here on needs what was added before."""
+        self._needs = self._num_tasks
+
+    def _add(
+        self, kind: int, size: int, step: int, num_outputs: int, num_inputs: int,
+        x: Address, x_row: int, weight: Address, bias: Address, out: Address, out_row: int,
+        more: Address = 0, more_row: int = 0, weight2: Address = 0, bias2: Address = 0,
+        out2: Address = 0, eps: int = 0,
+    ) -> None:  # fmt: skip
+        num_tasks = -(-size // step)
+        begin = len(self._words)
+        words = (
+            kind, self._num_tasks, self._needs, num_tasks, step, self.num_rows, num_outputs,
+            num_inputs, x, x_row, weight, bias, out, out_row, more, more_row, weight2, bias2,
+            out2, eps,
+        )  # fmt: skip
+        for number, word in enumerate(words, begin):
+            if isinstance(word, tuple):
+                self._given.append((number, *word))
+        self._words += [0 if isinstance(word, tuple) else word for word in words]
+        self._num_tasks += num_tasks
+        if len(self._words) > _MAX_WORDS:
+            raise ValueError(f"Program: expected at most {_MAX_OPS} operations")
+
+    def product(
+        self, num_outputs: int, num_inputs: int, x: Address, x_row: int, weight: Address,
+        bias: Address, out: Address, out_row: int, more: Address = 0, more_row: int = 0,
+    ) -> None:  # fmt: skip
+        """PRODUCT; row lengths in bytes; weight is contiguous."""
+        step = self._step(num_outputs, num_inputs)
+        self._add(PRODUCT, num_outputs, step, num_outputs, num_inputs, x, x_row, weight, bias,
+                  out, out_row, more, more_row)  # fmt: skip
+
+    def gated(
+        self, num_outputs: int, num_inputs: int, x: Address, x_row: int, weight: Address,
+        bias: Address, weight2: Address, bias2: Address, out: Address, out2: Address,
+        out_row: int,
+    ) -> None:  # fmt: skip
+        """GATED."""
+        step = self._step(num_outputs, num_inputs)
+        self._work += num_outputs * num_inputs
+        self._add(GATED, num_outputs, step, num_outputs, num_inputs, x, x_row, weight, bias,
+                  out, out_row, 0, 0, weight2, bias2, out2)  # fmt: skip
+
+    def _step(self, num_outputs: int, num_inputs: int) -> int:
+        """Outputs of a task."""
+        self._work += num_outputs * num_inputs
+        even = -(-num_outputs // self.num_threads)
+        fits = min(_MAX_TASK, _TASK_BYTES // (4 * num_inputs), even)
+        return max(1, fits // _TILE[1]) * _TILE[1]
+
+    def norm(
+        self, size: int, x: Address, x_row: int, weight: Address, eps: int, out: Address,
+        out_row: int,
+    ) -> None:  # fmt: skip
+        """NORM; ``eps`` as `bits_of` gives it."""
+        self._add(NORM, self.num_rows, _NORM_ROWS, size, size, x, x_row, weight, 0, out, out_row,
+                  eps=eps)  # fmt: skip
+
+    def rope(
+        self, num_heads: int, head_dim: int, out: Address, out_row: int, cos: Address,
+        sin: Address, turn_row: int, weight: Address = 0, eps: int = 0,
+    ) -> None:  # fmt: skip
+        """ROPE."""
+        self._add(ROPE, self.num_rows, _NORM_ROWS, num_heads * head_dim, head_dim, cos, turn_row,
+                  weight, 0, out, out_row, sin, turn_row, eps=eps)  # fmt: skip
+
+    def run(self, **addresses: int) -> None:
+        """Run it; the memory at all addresses must stay until it has run."""
+        local = _local
+        words, num_threads = local.words, self.num_threads
+        if self._work * (8 + self.num_rows) < _SMALL:
+            num_threads = 1
+        words[: len(self._words)] = self._words
+        for number, name, num_bytes in self._given:
+            words[number] = addresses[name] + num_bytes
+        words[_HEAD_NUM_OPS] = len(self._words) // _WORDS - 1
+        words[_HEAD_COUNTERS] = local.counters
+        words[_MAX_WORDS] = words[_MAX_WORDS + 1] = 0
+        cpu._run_at(cpu._kernel(make_program), local.address, num_threads)
+
+
+def bits_of(value: float) -> int:
+    """A float64's bits, as a program's words hold them."""
+    return int(np.float64(value).view(np.int64))
+
+
+@lru_cache(256)
+def _one_product(
+    num_rows: int, num_outputs: int, num_inputs: int, has_bias: bool, num_threads: int
+) -> Program:
+    program = Program(num_rows, num_threads)
+    program.product(
+        num_outputs, num_inputs, ("x", 0), 4 * num_inputs, ("weight", 0),
+        ("bias", 0) if has_bias else 0, ("out", 0), 4 * num_outputs,
+    )  # fmt: skip
+    return program
 
 
 def multiply(
@@ -178,12 +530,5 @@ def multiply(
             [num_outputs, num_inputs], [num_outputs] (0: none) and [num_rows, num_outputs].
         num_threads: of them the caller's is one.
     """
-    if num_outputs * num_inputs * (8 + num_rows) < _SMALL:
-        num_threads = 1
-    fits = min(_MAX_TASK, _TASK_BYTES // (4 * num_inputs), -(-num_outputs // num_threads))
-    task = max(1, fits // _TILE[1]) * _TILE[1]
-    local = _local
-    local.arguments[:] = [
-        x, weight, bias, out, num_rows, num_outputs, num_inputs, task, local.counter, 0
-    ]  # fmt: skip
-    cpu._run_at(cpu._kernel(make_linear), local.address, num_threads)
+    program = _one_product(num_rows, num_outputs, num_inputs, bias != 0, num_threads)
+    program.run(x=x, weight=weight, bias=bias, out=out)

@@ -13,10 +13,6 @@ part of it, by other code than the rest.
 from __future__ import annotations
 
 import importlib.util
-import sys
-import threading
-import weakref
-from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -30,8 +26,8 @@ _NEEDS = ("numba", "radixkv_kernels")
 
 
 @cache
-def _kernels() -> Any:
-    """The compiled kernel's module; None where Numba or the kernels are not installed."""
+def linear_kernels() -> Any:
+    """The compiled kernels' module; None where Numba or the kernels are not installed."""
     if not all(map(importlib.util.find_spec, _NEEDS)):
         return None
     from radixkv_kernels import linear  # here, because it loads Numba
@@ -47,7 +43,7 @@ def can_multiply(weight: Tensor) -> bool:
         and weight.dim() == 2
         and weight.numel() > 0
         and type(weight) in (Tensor, nn.Parameter)
-        and _kernels() is not None
+        and linear_kernels() is not None
     )
 
 
@@ -69,7 +65,7 @@ def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     bias = None if bias is None else bias.contiguous()
     out = torch.empty(num_rows, num_outputs)
     if num_rows:
-        _kernels().multiply(
+        linear_kernels().multiply(
             rows.data_ptr(),
             weight.data_ptr(),
             0 if bias is None else bias.data_ptr(),
@@ -207,118 +203,3 @@ def _even_rows(num_rows: int, width: int, num_threads: int) -> int:
         if not (numel % (_VECTOR_LOOP * parts) or numel % (_VECTOR_LOOP * all_parts)):
             return num_rows
         num_rows += 1
-
-
-class SteadyModel:
-    """A model's layers replaced by those above, for as long as an engine holds it.
-
-    Attributes:
-        holders: how many uses of it have not ended.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.holders = 0
-        # Parents by weak reference: one of them is the model, which must not be kept alive.
-        self._places: list[tuple[weakref.ref[nn.Module], str, SteadyLinear | SteadyActivation]] = []
-        made: dict[nn.Module, SteadyLinear | SteadyActivation] = {}
-        try:
-            for parent, name, plain in list(_children(model)):
-                if plain not in made:  # else one module in two places
-                    if _is_linear(plain):
-                        made[plain] = SteadyLinear(plain)
-                    elif _is_activation(plain):
-                        made[plain] = SteadyActivation(plain)
-                    else:
-                        continue
-                parent._modules[name] = made[plain]
-                self._places.append((weakref.ref(parent), name, made[plain]))
-        except BaseException:
-            self.restore()
-            raise
-
-    def restore(self) -> None:
-        """Put the plain layers back."""
-        for reference, name, layer in self._places:
-            plain = layer.restore()
-            parent = reference()
-            if parent is not None and parent._modules.get(name) is layer:
-                parent._modules[name] = plain
-        self._places.clear()
-
-
-_lock = threading.RLock()  # reentrant: a dropped engine may be collected while one is made
-_models: weakref.WeakKeyDictionary[nn.Module, SteadyModel] = weakref.WeakKeyDictionary()
-
-
-def steady(model: nn.Module) -> tuple[SteadyModel, Callable[[], None]]:
-    """Replace what is in ``model`` by layers whose rows do not feel their neighbours.
-
-    Engines on one model share the replaced layers.
-
-    Returns:
-        What was done, and the function that ends this use of it; after the last one the model
-        has its own layers and weights again.
-    """
-    with _lock:
-        held = _models.get(model)
-        if held is None:
-            held = _models[model] = SteadyModel(model)
-        held.holders += 1
-    released = False
-    reference = weakref.ref(model)
-
-    def release() -> None:
-        nonlocal released
-        with _lock:
-            if released:
-                return
-            released = True
-            held.holders -= 1
-            if not held.holders:
-                held.restore()
-                owner = reference()
-                if owner is not None:
-                    _models.pop(owner, None)
-
-    return held, release
-
-
-def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    for parent in model.modules():
-        for name, child in parent._modules.items():
-            if child is not None:
-                yield parent, name, child
-
-
-def _is_linear(module: nn.Module) -> bool:
-    pytorch_utils = sys.modules.get("transformers.pytorch_utils")
-    kinds = (nn.Linear, getattr(pytorch_utils, "Conv1D", nn.Linear))
-    # Subclasses, hooks and replaced forwards may do more than the product.
-    return type(module) in kinds and _is_bare(module) and can_multiply(module.weight)  # type: ignore[arg-type]
-
-
-def _is_activation(module: nn.Module) -> bool:
-    home = type(module).__module__
-    known = home in ("transformers.activations", "torch.nn.modules.activation")
-    stateless = not (module._parameters or module._buffers or module._modules)
-    return known and stateless and _is_bare(module) and type(module) in _elementwise()
-
-
-def _is_bare(module: nn.Module) -> bool:
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-    return not hooks and "forward" not in module.__dict__
-
-
-def _elementwise() -> set[type]:
-    kinds: set[type] = {nn.SiLU, nn.GELU, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.Mish, nn.ReLU6}
-    activations = sys.modules.get("transformers.activations")
-    names = (
-        "AccurateGELUActivation", "FastGELUActivation", "GELUActivation", "GELUTanh",
-        "LaplaceActivation", "MishActivation", "NewGELUActivation", "QuickGELUActivation",
-        "ReLUSquaredActivation", "SiLUActivation",
-    )  # fmt: skip
-    for name in names:
-        kind = getattr(activations, name, None)
-        if kind is not None:
-            kinds.add(kind)
-    return kinds

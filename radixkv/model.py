@@ -28,7 +28,7 @@ from radixkv.cache import PrefixCache
 from radixkv.config import KVConfig
 from radixkv.errors import NonFiniteError, UnsupportedModelError
 from radixkv.graphs import Capture, DecodeGraphs, capture_cuda, is_decode
-from radixkv.linear import steady
+from radixkv.layers import steady
 from radixkv.quant import KVCodec, KVSpec
 from radixkv.reference import ScoreRule, attend_dense, rotate_rows
 
@@ -398,7 +398,7 @@ class ModelRunner:
                         dtype=dtype,
                     ),
                 )
-                _, unpack = steady(model)
+                _, unpack = steady(model, lambda: _active.handler)
 
                 def release() -> None:
                     unpack()

@@ -21,7 +21,8 @@ from torch.nn import functional as F
 
 from radixkv import Engine, KVConfig
 from radixkv.batch import Run
-from radixkv.linear import SteadyActivation, SteadyLinear, steady
+from radixkv.layers import steady
+from radixkv.linear import SteadyActivation, SteadyLinear
 from radixkv.model import ModelRunner, attending
 from radixkv.models import prepare_small_model
 
@@ -102,7 +103,7 @@ def test_any_shape_is_close_to_the_plain_one_and_steady(
         expected = model.double()(rows.double())
         model.float()
         plain = model(rows)
-        _, release = steady(model)
+        _, release = steady(model, lambda: None)
         assert isinstance(model[0], SteadyLinear)
         got = model(rows)
         bound = 1e-6 * (in_features + 2) * max(1.0, float(expected.abs().max()))
@@ -206,7 +207,7 @@ def test_a_dropped_runner_gives_the_model_back(tiny_model: Callable[..., Any]) -
     del runner
     gc.collect()
     assert not any(isinstance(m, SteadyLinear) for m in model.modules())
-    held, _ = steady(model)
+    held, _ = steady(model, lambda: None)
     del held
     gone = [False]
     weakref.finalize(model, gone.__setitem__, 0, True)
@@ -221,7 +222,7 @@ def test_other_weights_and_training_are_followed() -> None:
     model(x).sum().backward()
     gradients = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    _, release = steady(model)
+    _, release = steady(model, lambda: None)
     model(x).sum().backward()
     for parameter, gradient in zip(model.parameters(), gradients):
         assert torch.allclose(parameter.grad, gradient, atol=1e-5)

@@ -69,6 +69,7 @@ IMPORT_ORDER = [
     "cache",
     "batch",
     "linear",
+    "layers",
     "fingerprint",
     "graphs",
     "model",

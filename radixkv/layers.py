@@ -1,0 +1,441 @@
+"""What stands in for parts of a model while an engine holds it, and is put back afterwards.
+
+Linear layers and activations are replaced by those of `radixkv.linear`. Decoder layers of known
+models run as two compiled calls, one before their attention and one after it: a step that
+decodes few sequences would spend more time between its many small operations than in them. A
+layer that is not known, or that was changed, runs as transformers runs it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from radixkv.linear import SteadyActivation, SteadyLinear, can_multiply, linear_kernels
+
+Handler = Callable[[nn.Module, Tensor, Tensor, Tensor, Mapping[str, Any]], Tensor]
+"""Attention of one layer: module, query, key, value, keywords; shapes as transformers has them."""
+
+# What the attention of each known family is told of a sliding window.
+_WINDOWS: dict[str, Callable[[Any], int | None]] = {
+    "llama.modeling_llama.Llama": lambda attention: None,
+    "mistral.modeling_mistral.Mistral": lambda attention: getattr(
+        attention.config, "sliding_window", None
+    ),
+    "qwen2.modeling_qwen2.Qwen2": lambda attention: attention.sliding_window,
+    "qwen3.modeling_qwen3.Qwen3": lambda attention: attention.sliding_window,
+}
+_MAX_PROGRAMS = 64  # that a layer keeps, by numbers of rows
+_IN_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
+_IN_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+def _family(layer: nn.Module) -> str:
+    """The known family of a decoder layer; empty if there is none."""
+    kind = type(layer)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    family = name.removeprefix("transformers.models.").removesuffix("DecoderLayer")
+    return family if family != name and family in _WINDOWS else ""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A module of a layer as it was when it was looked at."""
+
+    siblings: dict[str, nn.Module | None]
+    name: str
+    module: nn.Module
+    weight: Tensor | None
+    bias: Tensor | None
+    weight_at: int
+    bias_at: int
+
+    @classmethod
+    def of(cls, parent: nn.Module, name: str) -> _Part:
+        module = parent._modules[name]
+        assert module is not None
+        weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+        return cls(parent._modules, name, module, weight, bias, _address(weight), _address(bias))
+
+    def is_unchanged(self) -> bool:
+        module, weight, bias = self.module, self.weight, self.bias
+        parameters: dict[str, Any] = module._parameters
+        return not (
+            self.siblings.get(self.name) is not module
+            or module._forward_hooks
+            or module._forward_pre_hooks
+            or "forward" in module.__dict__
+            or (
+                weight is not None
+                and (parameters["weight"] is not weight or weight.data_ptr() != self.weight_at)
+            )
+            or (
+                bias is not None
+                and (parameters["bias"] is not bias or bias.data_ptr() != self.bias_at)
+            )
+        )
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+class _Parts:
+    """What a fused layer is made of; all of it known and fit for the compiled calls.
+
+    Raises:
+        LookupError: it is not.
+    """
+
+    def __init__(self, layer: Any, family: str) -> None:
+        prefix = f"transformers.models.{family}"
+        self.all: list[_Part] = []
+
+        def take(parent: nn.Module, name: str, *kinds: str) -> Any:
+            part = _Part.of(parent, name) if parent._modules.get(name) is not None else None
+            if part is None or _kind(part.module) not in kinds or not _is_bare(part.module):
+                raise LookupError(name)
+            self.all.append(part)
+            return part
+
+        def take_norm(parent: nn.Module, name: str) -> Any:
+            part = take(parent, name, f"{prefix}RMSNorm")
+            if not (part.weight is not None and part.weight.dim() == 1 and _is_plain(part.weight)):
+                raise LookupError(name)
+            return part.weight_at, linear_kernels().bits_of(part.module.variance_epsilon)
+
+        def take_linear(parent: nn.Module, name: str) -> Any:
+            part = take(parent, name, "radixkv.linear.SteadyLinear")
+            if (
+                part.module.is_transposed
+                or not (can_multiply(part.weight) and part.weight.is_contiguous())
+                or not (part.bias is None or _is_plain(part.bias))
+            ):
+                raise LookupError(name)
+            return part
+
+        attention = take(layer, "self_attn", f"{prefix}Attention").module
+        mlp = take(layer, "mlp", f"{prefix}MLP").module
+        self.norm, self.post_norm = (take_norm(layer, name) for name in _NORMS)
+        self.q, self.k, self.v, self.o = (take_linear(attention, f"{name}_proj") for name in "qkvo")
+        self.q_norm = self.k_norm = (0, 0)
+        if "q_norm" in attention._modules:
+            self.q_norm, self.k_norm = (take_norm(attention, f"{name}_norm") for name in "qk")
+        self.gate, self.up, self.down = (
+            take_linear(mlp, f"{name}_proj") for name in ("gate", "up", "down")
+        )
+        activation = take(mlp, "act_fn", "radixkv.linear.SteadyActivation").module
+        if type(activation.plain).__name__ not in ("SiLU", "SiLUActivation"):
+            raise LookupError("act_fn")
+        if set(attention._modules) - _IN_ATTENTION or set(mlp._modules) - _IN_MLP:
+            raise LookupError("modules that are not known")
+        self.attention = attention
+        self.head_dim: int = attention.head_dim
+        self.hidden_size: int = self.q.module.in_features
+        self.num_inner: int = self.gate.module.out_features
+        self.keywords = {
+            "scaling": attention.scaling,
+            "sliding_window": _WINDOWS[family](attention),
+        }
+
+        self.widths = [part.module.out_features for part in (self.q, self.k, self.v)]
+        self._programs: dict[tuple[int, int], tuple[Any, Any]] = {}
+
+    def are_unchanged(self) -> bool:
+        return all(part.is_unchanged() for part in self.all)
+
+    def programs(self, num_rows: int, num_threads: int) -> tuple[Any, Any]:
+        """What runs before the attention, and after it."""
+        made = self._programs.get((num_rows, num_threads))
+        if made is None:
+            if len(self._programs) == _MAX_PROGRAMS:
+                self._programs.clear()
+            made = self._before(num_rows, num_threads), self._after(num_rows, num_threads)
+            self._programs[num_rows, num_threads] = made
+        return made
+
+    def _before(self, num_rows: int, num_threads: int) -> Any:
+        size, head_dim = self.hidden_size, self.head_dim
+        row, joint_row = 4 * size, 4 * sum(self.widths)
+        program = linear_kernels().Program(num_rows, num_threads)
+        program.norm(size, ("x", 0), row, *self.norm, ("normed", 0), row)
+        program.then()
+        place = 0
+        for part, width in zip((self.q, self.k, self.v), self.widths, strict=True):
+            out = ("joint", place)
+            program.product(
+                width, size, ("normed", 0), row, part.weight_at, part.bias_at, out, joint_row
+            )
+            place += 4 * width
+        program.then()
+        turn = ("cos", 0), ("sin", 0), 4 * head_dim
+        place = 0
+        for width, norm in zip(self.widths, (self.q_norm, self.k_norm), strict=False):
+            program.rope(width // head_dim, head_dim, ("joint", place), joint_row, *turn, *norm)
+            place += 4 * width
+        return program
+
+    def _after(self, num_rows: int, num_threads: int) -> Any:
+        size, inner, wide = self.hidden_size, self.num_inner, self.o.module.in_features
+        row, inner_row = 4 * size, 4 * inner
+        normed, middle, gate = ("normed", 0), ("middle", 0), ("gate", 0)
+        program = linear_kernels().Program(num_rows, num_threads)
+        program.product(
+            size, wide, ("attended", 0), 4 * wide, self.o.weight_at, self.o.bias_at,
+            middle, row, ("x", 0), row,
+        )  # fmt: skip
+        program.then()
+        program.norm(size, middle, row, *self.post_norm, normed, row)
+        program.then()
+        program.gated(
+            inner, size, normed, row, self.gate.weight_at, self.gate.bias_at,
+            self.up.weight_at, self.up.bias_at, gate, ("up", 0), inner_row,
+        )  # fmt: skip
+        program.then()
+        program.product(
+            size, inner, gate, inner_row, self.down.weight_at, self.down.bias_at,
+            ("out", 0), row, middle, row,
+        )  # fmt: skip
+        return program
+
+
+class FusedLayer:
+    """The forward of a pre-norm decoder layer with RoPE and a gated MLP, in two compiled calls.
+
+    It computes what the layer's own forward does, in float32 on a CPU without gradients, while
+    an engine's handler serves the attention; else, or if a part of the layer is not as it was,
+    it calls the layer's own.
+
+    Args:
+        layer: of a known family; its linear layers and its activation are steady ones.
+        handler: gives who serves attention now; None if nobody does.
+
+    Accuracy: that of float32; a row's bits do not feel the other rows.
+    """
+
+    def __init__(self, layer: nn.Module, handler: Callable[[], Handler | None]) -> None:
+        self._layer = weakref.ref(layer)
+        self._family = _family(layer)
+        self._handler = handler
+        self._parts: _Parts | None = None
+
+    def __call__(self, *args: Any, **keywords: Any) -> Tensor:
+        layer, handler = self._layer(), self._handler()
+        assert layer is not None  # its forward is what runs
+        if handler is not None and len(args) == 1 and not torch.is_grad_enabled():
+            embeddings = keywords.get("position_embeddings")
+            if embeddings is not None and self._look(layer, args[0], embeddings):
+                cos, sin = embeddings
+                return self._run(handler, args[0], cos, sin, keywords)
+        own: Tensor = type(layer).forward(layer, *args, **keywords)
+        return own
+
+    def _look(self, layer: nn.Module, x: Tensor, embeddings: Sequence[Tensor]) -> bool:
+        """Whether the layer, and what it is called with, are fit for the compiled calls."""
+        if self._parts is None or not self._parts.are_unchanged():
+            try:
+                self._parts = _Parts(layer, self._family)
+            except LookupError:
+                self._parts = None
+                return False
+        return (
+            x.shape[:-1] == embeddings[0].shape[:-1]
+            and x.shape[0] == 1
+            and x.shape[1] > 0
+            and x.shape[2] == self._parts.hidden_size
+            and all(map(_is_plain, (x, *embeddings)))
+            and all(tensor.shape[2] == self._parts.head_dim for tensor in embeddings)
+        )
+
+    def _run(
+        self,
+        handler: Handler,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        keywords: Mapping[str, Any],
+    ) -> Tensor:
+        parts = self._parts
+        assert parts is not None
+        num_rows, widths = x.shape[1], parts.widths
+        before, after = parts.programs(num_rows, torch.get_num_threads())
+        normed = torch.empty(num_rows, parts.hidden_size)
+        joint = torch.empty(1, num_rows, sum(widths))
+        before.run(
+            x=x.data_ptr(),
+            normed=normed.data_ptr(),
+            joint=joint.data_ptr(),
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+        )
+        q, k, v = (
+            one.view(1, num_rows, -1, parts.head_dim).transpose(1, 2)
+            for one in joint.split(widths, 2)
+        )
+        attended = handler(parts.attention, q, k, v, {**keywords, **parts.keywords})
+        attended = attended.contiguous()
+        middle, out = torch.empty_like(normed), torch.empty_like(x)
+        gate, up = torch.empty(2, num_rows, parts.num_inner)
+        after.run(
+            attended=attended.data_ptr(),
+            x=x.data_ptr(),
+            middle=middle.data_ptr(),
+            normed=normed.data_ptr(),
+            gate=gate.data_ptr(),
+            up=up.data_ptr(),
+            out=out.data_ptr(),
+        )
+        return out
+
+    def __reduce__(self) -> Any:
+        # In a copy the layer runs its own forward.
+        layer = self._layer()
+        assert layer is not None
+        return partial, (type(layer).forward, layer)
+
+
+def _kind(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.dtype is torch.float32 and tensor.is_cpu and tensor.is_contiguous()
+
+
+class SteadyModel:
+    """A model's layers replaced by those above, for as long as an engine holds it.
+
+    Attributes:
+        holders: how many uses of it have not ended.
+    """
+
+    def __init__(self, model: nn.Module, handler: Callable[[], Handler | None]) -> None:
+        self.holders = 0
+        self._fused: list[weakref.ref[nn.Module]] = []
+        # Parents by weak reference: one of them is the model, which must not be kept alive.
+        self._places: list[tuple[weakref.ref[nn.Module], str, SteadyLinear | SteadyActivation]] = []
+        made: dict[nn.Module, SteadyLinear | SteadyActivation] = {}
+        try:
+            for parent, name, plain in list(_children(model)):
+                if plain not in made:  # else one module in two places
+                    if _is_linear(plain):
+                        made[plain] = SteadyLinear(plain)
+                    elif _is_activation(plain):
+                        made[plain] = SteadyActivation(plain)
+                    else:
+                        continue
+                parent._modules[name] = made[plain]
+                self._places.append((weakref.ref(parent), name, made[plain]))
+            for module in list(model.modules()) if linear_kernels() is not None else ():
+                if _family(module) and _is_bare(module):
+                    module.forward = FusedLayer(module, handler)
+                    self._fused.append(weakref.ref(module))
+        except BaseException:
+            self.restore()
+            raise
+
+    def restore(self) -> None:
+        """Put the plain layers back."""
+        for fused in self._fused:
+            module = fused()
+            if module is not None and isinstance(module.__dict__.get("forward"), FusedLayer):
+                del module.forward
+        self._fused.clear()
+        for reference, name, layer in self._places:
+            plain = layer.restore()
+            parent = reference()
+            if parent is not None and parent._modules.get(name) is layer:
+                parent._modules[name] = plain
+        self._places.clear()
+
+
+_lock = threading.RLock()  # reentrant: a dropped engine may be collected while one is made
+_models: weakref.WeakKeyDictionary[nn.Module, SteadyModel] = weakref.WeakKeyDictionary()
+
+
+def steady(
+    model: nn.Module, handler: Callable[[], Handler | None]
+) -> tuple[SteadyModel, Callable[[], None]]:
+    """Replace what is in ``model`` by layers whose rows do not feel their neighbours.
+
+    Engines on one model share the replaced layers.
+
+    Args:
+        handler: gives who serves attention at the time; None if nobody does.
+
+    Returns:
+        What was done, and the function that ends this use of it; after the last one the model
+        has its own layers and weights again.
+    """
+    with _lock:
+        held = _models.get(model)
+        if held is None:
+            held = _models[model] = SteadyModel(model, handler)
+        held.holders += 1
+    released = False
+    reference = weakref.ref(model)
+
+    def release() -> None:
+        nonlocal released
+        with _lock:
+            if released:
+                return
+            released = True
+            held.holders -= 1
+            if not held.holders:
+                held.restore()
+                owner = reference()
+                if owner is not None:
+                    _models.pop(owner, None)
+
+    return held, release
+
+
+def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            if child is not None:
+                yield parent, name, child
+
+
+def _is_linear(module: nn.Module) -> bool:
+    pytorch_utils = sys.modules.get("transformers.pytorch_utils")
+    kinds = (nn.Linear, getattr(pytorch_utils, "Conv1D", nn.Linear))
+    # Subclasses, hooks and replaced forwards may do more than the product.
+    return type(module) in kinds and _is_bare(module) and can_multiply(module.weight)  # type: ignore[arg-type]
+
+
+def _is_activation(module: nn.Module) -> bool:
+    home = type(module).__module__
+    known = home in ("transformers.activations", "torch.nn.modules.activation")
+    stateless = not (module._parameters or module._buffers or module._modules)
+    return known and stateless and _is_bare(module) and type(module) in _elementwise()
+
+
+def _is_bare(module: nn.Module) -> bool:
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+    return not hooks and "forward" not in module.__dict__
+
+
+def _elementwise() -> set[type]:
+    kinds: set[type] = {nn.SiLU, nn.GELU, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.Mish, nn.ReLU6}
+    activations = sys.modules.get("transformers.activations")
+    names = (
+        "AccurateGELUActivation", "FastGELUActivation", "GELUActivation", "GELUTanh",
+        "LaplaceActivation", "MishActivation", "NewGELUActivation", "QuickGELUActivation",
+        "ReLUSquaredActivation", "SiLUActivation",
+    )  # fmt: skip
+    for name in names:
+        kind = getattr(activations, name, None)
+        if kind is not None:
+            kinds.add(kind)
+    return kinds

@@ -1,0 +1,318 @@
+"""Fused decoder layers compute what the model's own do, and give way where anything differs."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from radixkv.layers import FusedLayer, steady
+from radixkv_kernels import linear as kernels
+
+FAMILIES = ("llama", "mistral-window", "qwen2", "qwen3")
+
+
+def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, keywords: Any) -> Tensor:
+    """Stands in for attention; its result depends on q, k, v and all that a layer asks for."""
+    group = query.shape[1] // key.shape[1]
+    window = keywords["sliding_window"] or 0
+    scores = (query * key.repeat_interleave(group, 1)).sum(-1, keepdim=True)
+    scores = torch.tanh(scores * keywords["scaling"] + window / 100)
+    return (value.repeat_interleave(group, 1) * scores).transpose(1, 2)
+
+
+class Counted:
+    """Counts the calls that a fused layer computes itself."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls = 0
+        run = FusedLayer._run
+
+        def counted(layer: FusedLayer, *args: Any) -> Tensor:
+            self.calls += 1
+            return run(layer, *args)
+
+        monkeypatch.setattr(FusedLayer, "_run", counted)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    return Counted(monkeypatch)
+
+
+@pytest.fixture
+def fused(
+    tiny_model: Callable[..., Any], request: pytest.FixtureRequest
+) -> Iterator[tuple[Any, nn.Module]]:
+    """A model whose attention is `attend`, and its first layer."""
+    from transformers import AttentionInterface
+
+    def function(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **keywords: Any) -> Any:
+        return attend(module, q, k, v, {"sliding_window": None} | keywords), None
+
+    AttentionInterface.register("stand_in", function)
+    model = tiny_model(getattr(request, "param", "llama"), fresh=True)
+    model.set_attn_implementation("stand_in")
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # biases and norms that are more than zeros and ones
+            nn.init.normal_(
+                parameter, mean=0.5, std=0.3, generator=torch.Generator().manual_seed(1)
+            )
+    _, release = steady(model, lambda: attend)
+    yield model, model.model.layers[0]
+    release()
+    forwards = [module.__dict__.get("forward") for module in model.modules()]
+    assert not any(isinstance(forward, FusedLayer) for forward in forwards)
+
+
+def inputs(layer: Any, num_rows: int) -> tuple[Tensor, dict[str, Any]]:
+    generator = torch.Generator().manual_seed(num_rows)
+    x = torch.randn(1, num_rows, layer.hidden_size, generator=generator)
+    angles = 6 * torch.rand(1, num_rows, layer.self_attn.head_dim // 2, generator=generator)
+    angles = torch.cat([angles, angles], 2)
+    return x, {"position_embeddings": (angles.cos(), angles.sin())}
+
+
+def run(layer: Any, num_rows: int = 7) -> tuple[Tensor, Tensor]:
+    """What the layer gives, and what its own forward gives."""
+    x, keywords = inputs(layer, num_rows)
+    with torch.inference_mode():
+        return layer(x, **keywords), type(layer).forward(layer, x, **keywords)
+
+
+@pytest.mark.parametrize("fused", FAMILIES, indirect=True)
+def test_a_fused_layer_computes_what_its_own_forward_does(fused: Any, counted: Counted) -> None:
+    layer = fused[1]
+    for num_rows in (1, 2, 3, 16, 100):
+        got, expected = run(layer, num_rows)
+        assert got.shape == expected.shape
+        assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4)
+    assert counted.calls == 5
+
+
+def test_no_rows_bits_feel_the_threads(fused: Any) -> None:
+    layer, before = fused[1], torch.get_num_threads()
+    expected = run(layer, 70)[0]
+    try:
+        for num_threads in (1, 3, 4):
+            torch.set_num_threads(num_threads)
+            assert torch.equal(run(layer, 70)[0], expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_new_weights_are_followed(fused: Any, counted: Counted) -> None:
+    layer = fused[1]
+    before = run(layer)[0]
+    with torch.no_grad():
+        layer.mlp.up_proj.weight.mul_(2)
+        layer.input_layernorm.weight = nn.Parameter(3 * layer.input_layernorm.weight)
+        layer.self_attn.v_proj.weight.data = 2 * layer.self_attn.v_proj.weight.data
+    got, expected = run(layer)
+    assert torch.allclose(got, expected, rtol=1e-4, atol=1e-3)
+    assert not torch.allclose(got, before, rtol=1e-2)
+    assert counted.calls == 2
+
+
+def change_hook(layer: Any) -> None:
+    layer.mlp.down_proj.register_forward_hook(lambda module, args, out: out + 1)
+
+
+def change_pre_hook(layer: Any) -> None:
+    layer.post_attention_layernorm.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+
+
+def change_module(layer: Any) -> None:
+    plain = layer.self_attn.k_proj
+
+    class Adapted(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * plain(x)  # type: ignore[no-any-return]
+
+    layer.self_attn.k_proj = Adapted()
+
+
+def change_forward(layer: Any) -> None:
+    own = layer.mlp.forward
+    layer.mlp.forward = lambda x: own(x) + 1
+
+
+def change_activation(layer: Any) -> None:
+    layer.mlp.act_fn = nn.GELU()
+
+
+def change_layout(layer: Any) -> None:
+    weight = layer.self_attn.o_proj.weight
+    weight.data = weight.data.t().contiguous().t()
+
+
+def change_norm(layer: Any) -> None:
+    layer.input_layernorm = nn.LayerNorm(layer.hidden_size)
+
+
+CHANGES = (
+    change_hook,
+    change_pre_hook,
+    change_module,
+    change_forward,
+    change_activation,
+    change_layout,
+    change_norm,
+)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("ran_before", [False, True])
+def test_a_changed_layer_runs_its_own_forward(
+    fused: Any, counted: Counted, change: Callable[[Any], None], ran_before: bool
+) -> None:
+    layer = fused[1]
+    if ran_before:
+        run(layer)
+    change(layer)
+    got, expected = run(layer)
+    assert torch.equal(got, expected)
+    assert counted.calls == ran_before
+
+
+def test_other_inputs_run_the_layers_own_forward(fused: Any, counted: Counted) -> None:
+    layer = fused[1]
+    x, keywords = inputs(layer, 4)
+    cos, sin = keywords["position_embeddings"]
+    two = {"position_embeddings": (cos.repeat(2, 1, 1), sin.repeat(2, 1, 1))}
+    for rows, given_ in ((x.requires_grad_(), keywords), (x.repeat(2, 1, 1).detach(), two)):
+        out = layer(rows, **given_)
+        assert torch.equal(out, type(layer).forward(layer, rows, **given_))
+    with torch.no_grad():
+        layer.double()
+        double = {"position_embeddings": (cos.double(), sin.double())}
+        assert layer(x.double(), **double).dtype == torch.float64
+        layer.float()
+        layer(x, **keywords)
+    assert counted.calls == 1
+
+
+def test_without_a_handler_a_layer_runs_its_own_forward(
+    tiny_model: Callable[..., Any], counted: Counted
+) -> None:
+    model = tiny_model("llama", fresh=True)
+    input_ids = torch.arange(2, 12)[None]
+    with torch.inference_mode():
+        expected = model(input_ids=input_ids).logits
+        _, release = steady(model, lambda: None)
+        assert torch.allclose(model(input_ids=input_ids).logits, expected, atol=1e-4)
+        release()
+        assert torch.equal(model(input_ids=input_ids).logits, expected)
+    assert counted.calls == 0
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_run_their_own_weights_and_forwards(
+    fused: Any, counted: Counted, copied: Callable[[Any], Any]
+) -> None:
+    layer = fused[1]
+    other = copied(fused[0]).model.layers[0]
+    with torch.no_grad():
+        other.mlp.up_proj.weight.mul_(2)
+        x, keywords = inputs(layer, 5)
+        got = other(x, **keywords)
+        layer.mlp.up_proj.weight.mul_(2)
+        assert torch.allclose(got, layer(x, **keywords), rtol=1e-4, atol=1e-4)
+    assert counted.calls == 1  # that of the original
+    assert not isinstance(other.mlp.up_proj, type(layer.mlp.up_proj))
+
+
+def address(tensor: Tensor) -> int:
+    return tensor.data_ptr()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    num_rows=st.integers(1, 40),
+    size=st.integers(1, 70),
+    inner=st.integers(1, 70),
+    num_threads=st.integers(1, 4),
+    seed=st.integers(0, 99),
+)
+def test_gated_products_equal_float64(
+    num_rows: int, size: int, inner: int, num_threads: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x, more = torch.randn(2, num_rows, size, generator=generator)
+    gate, up = torch.randn(2, inner, size, generator=generator)
+    gate_bias, up_bias = torch.randn(2, inner, generator=generator)
+    down = torch.randn(size, inner, generator=generator)
+    one, two = torch.full((2, num_rows, inner), torch.nan)
+    out = torch.full((num_rows, size), torch.nan)
+    program = kernels.Program(num_rows, num_threads)
+    row, inner_row = 4 * size, 4 * inner
+    program._work = 1 << 40  # all threads, small as it is
+    program.gated(
+        inner, size, address(x), row, address(gate), address(gate_bias), address(up),
+        address(up_bias), address(one), address(two), inner_row,
+    )  # fmt: skip
+    program.then()
+    program.product(
+        size, inner, address(one), inner_row, address(down), 0, ("out", 0), row, address(more), row
+    )
+    program.run(out=address(out))
+    x64, up64 = x.double(), up.double()
+    hidden = F.silu(x64 @ gate.double().T + gate_bias) * (x64 @ up64.T + up_bias)
+    expected = hidden @ down.double().T + more
+    bound = 1e-6 * (hidden.abs() @ down.double().T.abs() + more.abs()).max() + 1e-6
+    assert (out - expected).abs().max() < bound * (4 + size)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    num_rows=st.integers(1, 40),
+    num_heads=st.integers(1, 3),
+    half=st.integers(1, 35),
+    normed=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_rope_and_norms_equal_float64(
+    num_rows: int, num_heads: int, half: int, normed: bool, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    head_dim, eps = 2 * half, 1e-5
+    wide = torch.randn(num_rows, num_heads * head_dim + 3, generator=generator)
+    cos, sin = torch.randn(2, num_rows, head_dim, generator=generator)
+    weight = torch.randn(head_dim, generator=generator)
+    before = wide.clone()
+    program = kernels.Program(num_rows, 2)
+    norm = (address(weight), kernels.bits_of(eps)) if normed else (0, 0)
+    row, turn_row = 4 * wide.shape[1], 4 * head_dim
+    program.rope(
+        num_heads, head_dim, address(wide), row, address(cos), address(sin), turn_row, *norm
+    )
+    program.run()
+    x = before[:, :-3].double().view(num_rows, num_heads, head_dim)
+    if normed:
+        x = weight * F.rms_norm(x, (head_dim,), eps=eps)
+    turned = torch.cat([-x[..., half:], x[..., :half]], -1)
+    expected = (x * cos[:, None] + turned * sin[:, None]).flatten(1)
+    assert torch.allclose(wide[:, :-3].double(), expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(wide[:, -3:], before[:, -3:])
+
+
+@pytest.mark.parametrize("gate", [0.0, 1e30, -1e30, 88.5, -88.5, 300.0, -300.0, torch.nan])
+def test_gates_of_any_size_are_those_of_silu(gate: float) -> None:
+    one, weight = torch.ones(1, 1), torch.full((1, 1), gate)
+    out, scratch = torch.zeros(2, 1, 1)
+    program = kernels.Program(1, 1)
+    program.gated(
+        1, 1, address(one), 4, address(weight), 0, address(one), 0, address(out),
+        address(scratch), 4,
+    )  # fmt: skip
+    program.run()
+    expected = F.silu(torch.tensor(gate).double()).float()
+    assert torch.allclose(out[0], expected, rtol=1e-5, atol=1e-30, equal_nan=True)
