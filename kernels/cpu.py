@@ -3193,6 +3193,9 @@ def processor() -> str:
     return f"{name} ({LANES} lanes, {'pairs' if _PAIRS else 'floats'})"
 
 
+SMALL = 2**19
+"""Products of numbers that one thread has done before a second would have begun."""
+
 _local = threading.local()  # scratch memory, kept from call to call
 
 
@@ -3270,13 +3273,6 @@ def _memory(name: str, num_bytes: int) -> int:
         address = -(-buffer.data_ptr() // 64) * 64
         setattr(_local, name, (address, num_bytes, buffer))
     return int(address)
-
-
-_byte = ctypes.c_char
-
-
-def _address(record: bytearray) -> int:
-    return ctypes.addressof(_byte.from_buffer(record))
 
 
 def require_sizes(formats: tuple[int, int], dims: tuple[int, int]) -> None:
@@ -3496,10 +3492,13 @@ def _shared_tasks(
     )
 
 
-def _page_arguments(
+def page_arguments(
     k_pages: torch.Tensor, v_pages: torch.Tensor, k_scale: torch.Tensor, v_scale: torch.Tensor
 ) -> tuple[int, ...]:
-    """The values of `_PAGE_FIELDS`."""
+    """Where a layer's pages lie: the values of `_PAGE_FIELDS`, right as long as the tensors live.
+
+    A head's page is contiguous.
+    """
     num_pages, num_kv_heads, page_size, _ = k_pages.shape
     k_size, v_size = k_pages.element_size(), v_pages.element_size()
     k_page, k_head, _, _ = k_pages.stride()
@@ -3537,8 +3536,8 @@ class _Launch:
         name: under which `tokens_read` counts it.
         paths: under which `runs` does.
         kernel: address.
-        record: `ARGS`; the first part is filled in for each layer.
-        counters: as they are when the kernel begins. int64.
+        record: `ARGS`, whose first part is filled in for each layer, and the counters as they
+            are when the kernel begins.
         scratch_bytes: of each thread.
     """
 
@@ -3546,7 +3545,6 @@ class _Launch:
     paths: tuple[str, ...]
     kernel: int
     record: bytes
-    counters: np.ndarray
     scratch_bytes: int
 
 
@@ -3623,6 +3621,7 @@ class Step:
             self._add("tiles", ("tiles",), _kernel(make_extend, *sizes), plan.tiles, scratch)
         most_partials = max((step.num_partials for step in plan.passes), default=0)
         self._partials_bytes = num_q_heads * most_partials * partial_bytes
+        self._is_small = plan.tokens_alone * num_q_heads * sum(dims) < SMALL
 
     def _add(
         self,
@@ -3645,13 +3644,12 @@ class Step:
             record[field] = value
         if counters is None:
             counters = np.zeros(COUNTERS, np.int64)
-        self._launches.append(
-            _Launch(name, paths, kernel, record.tobytes(), counters, scratch_bytes)
-        )
+        kept = record.tobytes() + counters.tobytes()
+        self._launches.append(_Launch(name, paths, kernel, kept, scratch_bytes))
 
     def attend(
         self,
-        pages: Sequence[torch.Tensor],
+        places: tuple[int, ...],
         q: torch.Tensor,
         *,
         softmax_scale: float,
@@ -3666,7 +3664,7 @@ class Step:
         Any number of threads may call it at once.
 
         Args:
-            pages: k_pages, v_pages, k_scale, v_scale; a head's page is contiguous.
+            places: `page_arguments` of the layer.
             q: [num_tokens, num_q_heads, head_dim] float32, last dimension contiguous.
             sinks, alibi_slopes: [num_q_heads] float32, contiguous.
             num_threads: None is torch's.
@@ -3675,10 +3673,9 @@ class Step:
         Raises:
             ValueError: a page id that the pool does not have.
         """
-        num_threads = num_threads or torch.get_num_threads()
+        num_threads = num_threads or (1 if self._is_small else torch.get_num_threads())
         out = torch.empty(q.shape[0], self._num_q_heads, self._v_head_dim)
         q_token, q_head, _ = q.stride()
-        places = _page_arguments(*pages)
         layer = (
             q.data_ptr(),
             out.data_ptr(),
@@ -3693,33 +3690,32 @@ class Step:
         )
         partials = _memory("partials", self._partials_bytes)
         for launch in self._launches:
-            begun = launch.counters
-            counters = _memory("counters", begun.nbytes)
-            ctypes.memmove(counters, begun.ctypes.data, begun.nbytes)
             scratch = _memory("scratch", num_threads * launch.scratch_bytes)
             record = bytearray(launch.record)
+            address = ctypes.addressof(ctypes.c_char.from_buffer(record))
+            counters = address + ARGS.itemsize
             _CALL.pack_into(
                 record, 0, *layer, scratch, partials, counters, softmax_scale, softcap or 0.0
             )
-            _run_at(launch.kernel, _address(record), num_threads)
-            _, _, bad_page, _, num_read = _FIRST_COUNTERS.from_address(counters)
+            _run_at(launch.kernel, address, num_threads)
+            bad_page, _, num_read = _COUNTED.unpack_from(record, ARGS.itemsize + 2 * 8)
             for path in launch.paths:
                 runs[path] += 1
             tokens_read[launch.name] += num_read
             if bad_page:
                 raise ValueError(
-                    f"page_table: expected page ids from 0 to {pages[0].shape[0] - 1}, got "
-                    f"{_bad_number(bad_page)}"
+                    f"page_table: expected page ids from 0 to "
+                    f"{places[_PAGE_FIELDS.index('num_pages')] - 1}, got {_bad_number(bad_page)}"
                 )
         return out
 
 
-_FIRST_COUNTERS = ctypes.c_int64 * 5
+_COUNTED = struct.Struct("=3q")
 _NO_CENTER = torch.zeros(MAX_HEAD_DIM)
 
 
 def write(
-    pages: Sequence[torch.Tensor],
+    places: tuple[int, ...],
     formats: tuple[int, int],
     slot_mapping: torch.Tensor,
     k: torch.Tensor,
@@ -3731,10 +3727,10 @@ def write(
     """Quantize new rows of K and V and scatter them; False (nothing written) if not all finite.
 
     Args:
-        pages: k_pages, v_pages, k_scale, v_scale; mutated.
+        places: `page_arguments` of the layer, whose pages are mutated.
         slot_mapping: [num_tokens] int64, contiguous.
         k, v: [num_tokens, num_kv_heads, head_dim] float32, last dimension contiguous.
-        k_center: taken off each row of K. [num_kv_heads, head_dim] float32, contiguous.
+        k_center: taken off each row of K. [num_kv_heads, head_dim] float32, as k.
     Raises:
         ValueError: a size that is not supported, or a slot that the pool does not have.
     """
@@ -3751,14 +3747,14 @@ def write(
         v_token,
         v_head,
         _NO_CENTER.data_ptr() if k_center is None else k_center.data_ptr(),
-        0 if k_center is None else 4 * k_dim,
+        0 if k_center is None else 4 * k_center.stride(0),
         slot_mapping.data_ptr(),
         num_tokens,
         num_tasks,
         1,
         num_threads == 1,
         *rotate,
-        *_page_arguments(*pages),
+        *places,
     )
     address = ctypes.addressof(record)
     record[_WRITE_COUNTERS - 1] = address + 8 * _WRITE_COUNTERS
@@ -3766,7 +3762,8 @@ def write(
     _run_at(kernel, address, num_threads)
     bad_slot, not_finite = record[_WRITE_COUNTERS + 2 : _WRITE_COUNTERS + 4]
     if bad_slot:
-        num_slots = pages[0].shape[0] * pages[0].shape[2]
+        num_pages, page_size, _ = places[-3:]
+        num_slots = num_pages * page_size
         raise ValueError(
             f"slot_mapping: expected slots from 0 to {num_slots - 1}, got {_bad_number(bad_slot)}"
         )

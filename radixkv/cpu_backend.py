@@ -54,6 +54,13 @@ def _stored(codec: KVCodec) -> _Stored:
     return known
 
 
+def _places(layer: LayerPages) -> tuple[int, ...]:
+    places: tuple[int, ...] | None = layer.__dict__.get("_cpu_places")
+    if places is None:
+        places = layer.__dict__["_cpu_places"] = cpu.page_arguments(*layer)
+    return places
+
+
 def _rows(rows: Tensor) -> Tensor:
     """float32 rows whose elements lie one after another."""
     if rows.dtype is not torch.float32 or rows.requires_grad:
@@ -84,10 +91,9 @@ def write_kv(
     """
     formats, _, rotate = _stored(codec)
     slots = _packed("slot_mapping", slot_mapping, torch.int64)
-    if k_center is not None:
-        k_center = k_center.detach().float().contiguous()
-    done = cpu.write(layer, formats, slots, _rows(k), _rows(v), rotate=rotate, k_center=k_center)
-    if not done:
+    center = None if k_center is None else _rows(k_center)
+    rows = (_rows(k), _rows(v))
+    if not cpu.write(_places(layer), formats, slots, *rows, rotate=rotate, k_center=center):
         # The plain twin names the heads: it raises before it writes, too.
         k = k if k_center is None else k.float() - k_center
         reference.encode_rows(codec.k_format, False, k, name="K", layer_idx=layer_idx)
@@ -199,7 +205,7 @@ def _measure(codec: KVCodec, group: int) -> costs.SharingCost:
         )
         call = cpu.Step(plan, *stored[:2], num_heads * group, num_heads, stored.rotate, *tables)
         q = torch.ones(num_seqs, num_heads * group, stored.dims[0])
-        return partial(call.attend, layer, q, softmax_scale=1.0, num_threads=num_threads)
+        return partial(call.attend, _places(layer), q, softmax_scale=1.0, num_threads=num_threads)
 
     def least(calls: list[Callable[[], object]], clock: Callable[[], float]) -> list[float]:
         taken = np.empty((rounds + 1, len(calls)))  # the first round is for the caches
@@ -257,7 +263,7 @@ def paged_attention(
     batch.reads.tokens, batch.reads.tokens_alone = step.plan.tokens, step.plan.tokens_alone
     sinks, slopes = rule.sinks, rule.alibi_slopes
     out: Tensor = step.attend(
-        layer,
+        _places(layer),
         _rows(q),
         softmax_scale=rule.softmax_scale,
         window=rule.sliding_window,
