@@ -25,6 +25,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import struct
 import sys
 import threading
 import time
@@ -77,27 +78,11 @@ _VF = ir.VectorType(_F32, LANES)
 _VI = ir.VectorType(_I32, LANES)
 _INF = float("inf")
 
-_FIELDS = [
-    "q",
-    "out",
+_PAGE_FIELDS = (
     "k_pages",
     "v_pages",
     "k_scale",
     "v_scale",
-    "page_table",
-    "seq_lens",
-    "cu_seqlens_q",
-    "tasks",
-    "sinks",
-    "slopes",
-    "scratch",
-    "partials",
-    "counters",
-    "slots",
-    "q_token",
-    "q_head",
-    "out_token",
-    "out_head",
     "k_page",
     "k_head",
     "v_page",
@@ -106,32 +91,58 @@ _FIELDS = [
     "ks_head",
     "vs_page",
     "vs_head",
-    "table_row",
     "num_pages",
     "page_size",
+    "num_kv_heads",
+)
+_CALL_FIELDS = (
+    "q",
+    "out",
+    "q_token",
+    "q_head",
+    "out_token",
+    "out_head",
+    *_PAGE_FIELDS,
+    "sinks",
+    "slopes",
+    "window",
+    "scratch",
+    "partials",
+    "counters",
+)
+_STEP_FIELDS = (
+    "page_table",
+    "table_row",
+    "seq_lens",
+    "cu_seqlens_q",
+    "tasks",
     "num_tasks",
     "num_partials",
-    "num_kv_heads",
     "group",
-    "window",
     "scratch_bytes",
     "rotate_k",
     "rotate_v",
-    "num_tokens",
     "tile_queries",
     "partials_offset",
     "queries",
     "most_rows",
-]
-ARGS = np.dtype([(name, "i8") for name in _FIELDS] + [("scale", "f4"), ("softcap", "f4")])
-"""What a kernel is told: addresses (bytes), strides (q, out, rows: elements; pages: bytes), sizes.
+)
+_CALL = struct.Struct(f"={len(_CALL_FIELDS)}q2f")
+ARGS = np.dtype(
+    [(name, "i8") for name in _CALL_FIELDS]
+    + [("scale", "f4"), ("softcap", "f4")]
+    + [(name, "i8") for name in _STEP_FIELDS]
+)
+"""What attention is told: addresses (bytes), strides (q, out, rows: elements; pages: bytes), sizes.
+
+First (`_CALL`) what differs from layer to layer, then what a step's layers have in common.
 
 ``tasks`` is [num_tasks, 5] int32: sequence, first query, split, number of splits, number of
 its first split among all partial results (-1: the task takes all splits by itself).
 
 ``counters`` is int64: [0] threads begun, [1] next task, [2] a bad page or slot (+ 1 if not
-negative), [3] whether a row is not finite, [4] tokens read (of each KV head), then from COUNTERS
-on one a (partial result, KV head) for the merge.
+negative), [4] tokens read (of each KV head), then from COUNTERS on one a (partial result, KV head)
+for the merge.
 
 For shared splits ``tasks`` is [num_tasks, 5]: sequence whose pages are read, first split, split
 after the last, first query, number of queries (``most_rows`` query rows at most); ``queries`` is
@@ -141,6 +152,35 @@ a task's positions ascend.
 _ARGS_TYPE = numba.from_dtype(ARGS)
 _SIGNATURE = types.void(types.CPointer(_ARGS_TYPE))
 COUNTERS = 8  # the merge counters begin here
+
+_WRITE_FIELDS = (
+    "k_rows",
+    "k_rows_token",
+    "k_rows_head",
+    "v_rows",
+    "v_rows_token",
+    "v_rows_head",
+    "k_center",
+    "k_center_head",
+    "slots",
+    "num_tokens",
+    "num_tasks",
+    "checks",
+    "writes",
+    "rotate_k",
+    "rotate_v",
+    *_PAGE_FIELDS,
+    "counters",
+)
+WRITE_ARGS = np.dtype([(name, "i8") for name in _WRITE_FIELDS])
+"""What the write kernel is told, as `ARGS`; ``k_center`` is float32, its stride in bytes.
+
+``checks`` and ``writes``: which of its two halves run. ``counters`` is int64: [0] next task to
+check, [1] next task to write, [2] a bad slot (+ 1 if not negative), [3] whether a row is not
+finite.
+"""
+_WRITE_SIGNATURE = types.void(types.CPointer(numba.from_dtype(WRITE_ARGS)))
+WRITE_TOKENS = 64  # of a task
 
 
 # ---------------------------------------------------------------- emitting vector code
@@ -1486,23 +1526,41 @@ def _product(
 
 
 @intrinsic(prefer_literal=True)
-def _count_non_finite(typingctx: Any, head_dim: Any, row: Any, row_bytes: Any, num_rows: Any):
-    """1 if any element of ``num_rows`` float32 rows is NaN or Inf, else 0."""
-    dim = _literal(head_dim)
+def _count_non_finite(
+    typingctx: Any,
+    head_dim: Any,
+    centered: Any,
+    row: Any,
+    row_bytes: Any,
+    center: Any,
+    center_bytes: Any,
+    num_rows: Any,
+):
+    """1 if any element of ``num_rows`` float32 rows (less a center each) is NaN or Inf, else 0."""
+    dim, is_centered = _literal(head_dim), _literal(centered)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         # x - x is 0 for finite x, NaN for NaN and Inf; lanes are folded once, at the end.
         sums = [cgutils.alloca_once_value(b, _const(0.0)) for _ in range(2)]
-        with cgutils.for_range(b, args[3]) as loop:
-            row = _pointer(b, b.add(args[1], b.mul(loop.index, args[2])))
-            for i, (first, count) in enumerate(_pieces(dim)):
-                x = _load_floats(b, row, 4 * first, count)
+        with cgutils.for_range(b, args[6]) as loop:
+            row = _pointer(b, b.add(args[2], b.mul(loop.index, args[3])))
+            center = _pointer(b, b.add(args[4], b.mul(loop.index, args[5])))
+            for i, x in enumerate(_load_centered(b, dim, row, center if is_centered else None)):
                 place = sums[i % 2]
                 b.store(b.fadd(b.load(place), b.fsub(x, x)), place)
         zeros = _fold(b, b.fadd(*(b.load(place) for place in sums)), _add)
         return b.zext(b.fcmp_unordered("uno", zeros, ir.Constant(_F32, 0.0)), _I64)
 
-    return types.int64(head_dim, *[types.int64] * 3), codegen
+    return types.int64(head_dim, centered, *[types.int64] * 5), codegen
+
+
+def _load_centered(b: Any, dim: int, row: Any, center: Any) -> list[Any]:
+    """The vectors of a float32 row, less those of its center if there is one."""
+    vectors = [_load_floats(b, row, 4 * first, count) for first, count in _pieces(dim)]
+    if center is None:
+        return vectors
+    middle = [_load_floats(b, center, 4 * first, count) for first, count in _pieces(dim)]
+    return [b.fsub(x, y) for x, y in zip(vectors, middle, strict=True)]
 
 
 def _encode_fp8(b: Any, fmt: int, x: Any) -> Any:
@@ -1538,10 +1596,18 @@ def _scale_of(b: Any, span: Any, largest: float) -> tuple[Any, Any]:
 
 @intrinsic(prefer_literal=True)
 def _encode_row(
-    typingctx: Any, fmt: Any, head_dim: Any, source: Any, rotate: Any, codes: Any, scales: Any
+    typingctx: Any,
+    fmt: Any,
+    head_dim: Any,
+    centered: Any,
+    source: Any,
+    center: Any,
+    rotate: Any,
+    codes: Any,
+    scales: Any,
 ):
-    """Rotate (if asked) and quantize one finite float32 row into its slot."""
-    f, dim = _literal(fmt), _literal(head_dim)
+    """Center and rotate (if asked) and quantize one finite float32 row into its slot."""
+    f, dim, is_centered = _literal(fmt), _literal(head_dim), _literal(centered)
 
     def emit(b: Any, vectors: list[Any], codes: Any, scales: Any) -> None:
         pieces = _pieces(dim)
@@ -1577,16 +1643,16 @@ def _encode_row(
             _store(b, _narrow(b, code, count), codes, first)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        source, codes, scales = _pointer(b, args[2]), _pointer(b, args[4]), _pointer(b, args[5])
-        vectors = [_load_floats(b, source, 4 * first, count) for first, count in _pieces(dim)]
-        with b.if_else(b.icmp_signed("!=", args[3], ir.Constant(_I64, 0))) as (then, otherwise):
+        source, center, codes, scales = (_pointer(b, args[i]) for i in (3, 4, 6, 7))
+        vectors = _load_centered(b, dim, source, center if is_centered else None)
+        with b.if_else(b.icmp_signed("!=", args[5], ir.Constant(_I64, 0))) as (then, otherwise):
             with then:
                 emit(b, _rotate_vectors(b, vectors, dim), codes, scales)
             with otherwise:
                 emit(b, vectors, codes, scales)
         return context.get_dummy_value()
 
-    return types.void(fmt, head_dim, *[types.int64] * 4), codegen
+    return types.void(fmt, head_dim, centered, *[types.int64] * 5), codegen
 
 
 def _encode_int4(b: Any, dim: int, vectors: list[Any], codes: Any, scales: Any) -> None:
@@ -3021,56 +3087,88 @@ def partial_floats(v_dim: int) -> int:
     return LANES * (1 + len(_pieces(v_dim)))
 
 
-def make_check(dim: int) -> Any:
-    """The kernel that counts rows with NaN or Inf, and finds slots that do not exist."""
+def make_write(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
+    """The kernel that checks rows of K and V, and rotates, quantizes and scatters them.
 
-    def check(pointer):  # type: ignore[no-untyped-def]
-        args = carray(pointer, 1)[0]
-        num_slots = args.num_pages * args.page_size
-        while True:
-            task = _fetch_add(args.counters, 1)
-            if task >= args.num_tasks:
-                break
-            bad = np.int64(0)
-            for token in range(64 * task, min(64 * task + 64, args.num_tokens)):
-                slot = _get_i64(args.slots, token)
-                if slot < 0 or slot >= num_slots:
-                    _put_i64(args.counters, 2, slot + (1 if slot >= 0 else 0))
-                row = args.q + 4 * token * args.q_token
-                bad += _count_non_finite(dim, row, 4 * args.q_head, args.num_kv_heads)
-            if bad > 0:
-                _put_i64(args.counters, 3, bad)
-
-    return cfunc(_SIGNATURE, cache=True, error_model="numpy")(check)
-
-
-def make_write(fmt: int, dim: int) -> Any:
-    """The kernel that rotates, quantizes and scatters checked rows (``q``) of K or V."""
-    scales, row_bytes = num_scales(fmt, dim), _row_bytes(fmt, dim)
+    K is stored less its center. Nothing is written where ``bad_slot`` or ``not_finite`` is set,
+    so that one thread may run both halves in one call; with several the checks are a call of
+    their own.
+    """
+    k_scales, k_row = num_scales(k_fmt, k_dim), _row_bytes(k_fmt, k_dim)
+    v_scales, v_row = num_scales(v_fmt, v_dim), _row_bytes(v_fmt, v_dim)
+    tokens_of_task = WRITE_TOKENS
 
     def write(pointer):  # type: ignore[no-untyped-def]
         args = carray(pointer, 1)[0]
-        while True:
+        num_slots = args.num_pages * args.page_size
+        while args.checks:
+            task = _fetch_add(args.counters, 0)
+            if task >= args.num_tasks:
+                break
+            bad = np.int64(0)
+            first = tokens_of_task * task
+            for token in range(first, min(first + tokens_of_task, args.num_tokens)):
+                slot = _get_i64(args.slots, token)
+                if slot < 0 or slot >= num_slots:
+                    _put_i64(args.counters, 2, slot + (1 if slot >= 0 else 0))
+                bad += _count_non_finite(
+                    k_dim,
+                    1,
+                    args.k_rows + 4 * token * args.k_rows_token,
+                    4 * args.k_rows_head,
+                    args.k_center,
+                    args.k_center_head,
+                    args.num_kv_heads,
+                )
+                bad += _count_non_finite(
+                    v_dim,
+                    0,
+                    args.v_rows + 4 * token * args.v_rows_token,
+                    4 * args.v_rows_head,
+                    0,
+                    0,
+                    args.num_kv_heads,
+                )
+            if bad > 0:
+                _put_i64(args.counters, 3, bad)
+        if _get_i64(args.counters, 2) != 0 or _get_i64(args.counters, 3) != 0:
+            return
+        while args.writes:
             task = _fetch_add(args.counters, 1)
             if task >= args.num_tasks:
                 break
-            for token in range(64 * task, min(64 * task + 64, args.num_tokens)):
+            first = tokens_of_task * task
+            for token in range(first, min(first + tokens_of_task, args.num_tokens)):
                 slot = _get_i64(args.slots, token)
                 page, offset = slot // args.page_size, slot % args.page_size
-                codes = args.k_pages + page * args.k_page + offset * row_bytes
-                factors = args.k_scale + page * args.ks_page + offset * 2 * scales
+                k_codes = args.k_pages + page * args.k_page + offset * k_row
+                v_codes = args.v_pages + page * args.v_page + offset * v_row
+                k_factors = args.k_scale + page * args.ks_page + offset * 2 * k_scales
+                v_factors = args.v_scale + page * args.vs_page + offset * 2 * v_scales
                 for head in range(args.num_kv_heads):
-                    row = args.q + 4 * (token * args.q_token + head * args.q_head)
                     _encode_row(
-                        fmt,
-                        dim,
-                        row,
+                        k_fmt,
+                        k_dim,
+                        1,
+                        args.k_rows + 4 * (token * args.k_rows_token + head * args.k_rows_head),
+                        args.k_center + head * args.k_center_head,
                         args.rotate_k,
-                        codes + head * args.k_head,
-                        factors + head * args.ks_head,
+                        k_codes + head * args.k_head,
+                        k_factors + head * args.ks_head,
+                    )
+                for head in range(args.num_kv_heads):
+                    _encode_row(
+                        v_fmt,
+                        v_dim,
+                        0,
+                        args.v_rows + 4 * (token * args.v_rows_token + head * args.v_rows_head),
+                        0,
+                        args.rotate_v,
+                        v_codes + head * args.v_head,
+                        v_factors + head * args.vs_head,
                     )
 
-    return cfunc(_SIGNATURE, cache=True, error_model="numpy")(write)
+    return cfunc(_WRITE_SIGNATURE, cache=True, error_model="numpy")(write)
 
 
 # ---------------------------------------------------------------- host side
@@ -3094,6 +3192,9 @@ def processor() -> str:
     name = llvmlite.binding.get_host_cpu_name()
     return f"{name} ({LANES} lanes, {'pairs' if _PAIRS else 'floats'})"
 
+
+SMALL = 2**19
+"""Products of numbers that one thread has done before a second would have begun."""
 
 _local = threading.local()  # scratch memory, kept from call to call
 
@@ -3147,11 +3248,6 @@ def _executor(num_threads: int) -> ThreadPoolExecutor:
 _c_kernel = cache(ctypes.CFUNCTYPE(None, ctypes.c_void_p))
 
 
-def _run(address: int, args: np.ndarray, num_threads: int) -> None:
-    """Run a kernel on ``num_threads`` threads, the caller's among them; without the GIL."""
-    _run_at(address, args.ctypes.data, num_threads)
-
-
 def _run_at(address: int, pointer: int, num_threads: int) -> None:
     fork = _fork()
     if num_threads == 1:
@@ -3171,18 +3267,18 @@ def _run_at(address: int, pointer: int, num_threads: int) -> None:
 
 def _memory(name: str, num_bytes: int) -> int:
     """The address of this thread's buffer of at least ``num_bytes``, not cleared."""
-    buffer = getattr(_local, name, None)
-    if buffer is None or buffer.numel() < num_bytes + 64:
+    address, size, _ = getattr(_local, name, (0, -1, None))
+    if size < num_bytes:
         buffer = torch.empty(num_bytes + 64, dtype=torch.uint8)
-        setattr(_local, name, buffer)
-    return -(-buffer.data_ptr() // 64) * 64
+        address = -(-buffer.data_ptr() // 64) * 64
+        setattr(_local, name, (address, num_bytes, buffer))
+    return int(address)
 
 
-def _arguments(**values: Any) -> np.ndarray:
-    args = np.zeros(1, ARGS)
-    for name, value in values.items():
-        args[name] = value
-    return args
+def require_sizes(formats: tuple[int, int], dims: tuple[int, int]) -> None:
+    """Refuse head sizes (of K and V) that the kernels do not have."""
+    _require_head_dim("head_dim", dims[0], formats[0])
+    _require_head_dim("v_head_dim", dims[1], formats[1])
 
 
 def _require_head_dim(name: str, head_dim: int, fmt: int) -> None:
@@ -3396,204 +3492,296 @@ def _shared_tasks(
     )
 
 
-def _page_arguments(k_pages: Any, v_pages: Any, k_scale: Any, v_scale: Any) -> dict[str, int]:
+def page_arguments(
+    k_pages: torch.Tensor, v_pages: torch.Tensor, k_scale: torch.Tensor, v_scale: torch.Tensor
+) -> tuple[int, ...]:
+    """Where a layer's pages lie: the values of `_PAGE_FIELDS`, right as long as the tensors live.
+
+    A head's page is contiguous.
+    """
+    num_pages, num_kv_heads, page_size, _ = k_pages.shape
     k_size, v_size = k_pages.element_size(), v_pages.element_size()
-    return {
-        "k_pages": k_pages.data_ptr(),
-        "v_pages": v_pages.data_ptr(),
-        "k_scale": k_scale.data_ptr(),
-        "v_scale": v_scale.data_ptr(),
-        "k_page": k_pages.stride(0) * k_size,
-        "k_head": k_pages.stride(1) * k_size,
-        "v_page": v_pages.stride(0) * v_size,
-        "v_head": v_pages.stride(1) * v_size,
-        "ks_page": k_scale.stride(0) * 2,
-        "ks_head": k_scale.stride(1) * 2,
-        "vs_page": v_scale.stride(0) * 2,
-        "vs_head": v_scale.stride(1) * 2,
-        "num_pages": k_pages.shape[0],
-        "page_size": k_pages.shape[2],
-        "num_kv_heads": k_pages.shape[1],
-    }
+    k_page, k_head, _, _ = k_pages.stride()
+    v_page, v_head, _, _ = v_pages.stride()
+    ks_page, ks_head, _, _ = k_scale.stride()
+    vs_page, vs_head, _, _ = v_scale.stride()
+    return (
+        k_pages.data_ptr(),
+        v_pages.data_ptr(),
+        k_scale.data_ptr(),
+        v_scale.data_ptr(),
+        k_page * k_size,
+        k_head * k_size,
+        v_page * v_size,
+        v_head * v_size,
+        ks_page * 2,
+        ks_head * 2,
+        vs_page * 2,
+        vs_head * 2,
+        num_pages,
+        page_size,
+        num_kv_heads,
+    )
 
 
 def _bad_number(counter: int) -> int:
     return counter - 1 if counter > 0 else counter
 
 
-def attend(
-    pages: Sequence[torch.Tensor],
-    formats: tuple[int, int],
-    q: torch.Tensor,
-    page_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    plan: Plan,
-    *,
-    softmax_scale: float,
-    v_head_dim: int,
-    rotate: tuple[bool, bool],
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    num_threads: int | None = None,
-) -> torch.Tensor:
-    """Attend new tokens to stored pages.
+@dataclass(frozen=True)
+class _Launch:
+    """One kernel call of a step.
+
+    Attributes:
+        name: under which `tokens_read` counts it.
+        paths: under which `runs` does.
+        kernel: address.
+        record: `ARGS`, whose first part is filled in for each layer, and the counters as they
+            are when the kernel begins.
+        scratch_bytes: of each thread.
+    """
+
+    name: str
+    paths: tuple[str, ...]
+    kernel: int
+    record: bytes
+    scratch_bytes: int
+
+
+class Step:
+    """A plan made ready for its batch: what the layers of a step have in common.
 
     Args:
-        pages: k_pages, v_pages, k_scale, v_scale; a head's page is contiguous.
-        formats: of K and of V.
-        q: [num_tokens, num_q_heads, head_dim] float32, last dimension contiguous.
-        page_table: [num_seqs, max_pages] int32, rows contiguous.
-        seq_lens, cu_seqlens_q: int32, contiguous.
         plan: of `make_plan`, for this batch and this group of query heads. If it has shared
             splits: `shares` holds for the formats.
+        formats: of K and of V.
+        dims: head_dim of K and of V.
+        num_q_heads, num_kv_heads: of each layer.
         rotate: whether K (and so q), and V (and so the output) are stored rotated.
-        num_threads: None is torch's.
-    Returns:
-        [num_tokens, num_q_heads, v_head_dim] float32.
+        page_table: [num_seqs, max_pages] int32, rows contiguous.
+        seq_lens, cu_seqlens_q: int32, contiguous.
     Raises:
-        ValueError: a size that is not supported, or a page id that the pool does not have.
+        ValueError: a size that is not supported.
     """
-    k_fmt, v_fmt = formats
-    num_tokens, num_q_heads, head_dim = q.shape
-    num_kv_heads = pages[0].shape[1]
-    _require_head_dim("head_dim", head_dim, k_fmt)
-    _require_head_dim("v_head_dim", v_head_dim, v_fmt)
-    if num_q_heads % num_kv_heads:
-        raise ValueError(
-            f"num_q_heads: expected a multiple of the {num_kv_heads} KV heads, got {num_q_heads}"
-        )
-    group = num_q_heads // num_kv_heads
-    out = torch.empty(num_tokens, num_q_heads, v_head_dim)
-    num_threads = num_threads or torch.get_num_threads()
-    shared = _page_arguments(*pages) | {
-        "q": q.data_ptr(),
-        "out": out.data_ptr(),
-        "q_token": q.stride(0),
-        "q_head": q.stride(1),
-        "out_token": out.stride(0),
-        "out_head": out.stride(1),
-        "page_table": page_table.data_ptr(),
-        "table_row": page_table.stride(0),
-        "seq_lens": seq_lens.data_ptr(),
-        "cu_seqlens_q": cu_seqlens_q.data_ptr(),
-        "sinks": 0 if sinks is None else sinks.data_ptr(),
-        "slopes": 0 if alibi_slopes is None else alibi_slopes.data_ptr(),
-        "group": group,
-        "window": window or 0,
-        "rotate_k": rotate[0],
-        "rotate_v": rotate[1],
-        "scale": softmax_scale,
-        "softcap": softcap or 0.0,
-    }
-    sizes = (k_fmt, v_fmt, head_dim, v_head_dim)
-    partial_bytes = 4 * partial_floats(v_head_dim)
 
-    def run(name: str, kernel: int, tasks: np.ndarray, scratch: int, **more: Any) -> None:
-        scratch = -(-scratch // 64) * 64
-        counters = more.pop("counters", None)
+    def __init__(
+        self,
+        plan: Plan,
+        formats: tuple[int, int],
+        dims: tuple[int, int],
+        num_q_heads: int,
+        num_kv_heads: int,
+        rotate: tuple[bool, bool],
+        page_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+    ) -> None:
+        require_sizes(formats, dims)
+        if num_q_heads % num_kv_heads:
+            raise ValueError(
+                f"num_q_heads: expected a multiple of the {num_kv_heads} KV heads, got "
+                f"{num_q_heads}"
+            )
+        self.plan, self._num_q_heads, self._v_head_dim = plan, num_q_heads, dims[1]
+        self._tables = (page_table, seq_lens, cu_seqlens_q)  # their addresses are in the records
+        self._common = {
+            "page_table": page_table.data_ptr(),
+            "table_row": page_table.stride(0),
+            "seq_lens": seq_lens.data_ptr(),
+            "cu_seqlens_q": cu_seqlens_q.data_ptr(),
+            "group": num_q_heads // num_kv_heads,
+            "rotate_k": rotate[0],
+            "rotate_v": rotate[1],
+        }
+        group, sizes = num_q_heads // num_kv_heads, (*formats, *dims)
+        partial_bytes = 4 * partial_floats(dims[1])
+        self._launches: list[_Launch] = []
+        for step in plan.passes:
+            kept = {"num_partials": step.num_partials}
+            counters = np.zeros(COUNTERS + step.num_partials * num_kv_heads, np.int64)
+            if len(step.shared):
+                if extends_in_rows(formats):
+                    kernel = _kernel(make_shared, *sizes)
+                    scratch = shared_scratch_bytes(*sizes, step.most_rows)
+                else:
+                    kernel = _kernel(make_extend, *sizes, 1)
+                    scratch = extend_scratch_bytes(*sizes, group)
+                members = {"queries": step.queries.ctypes.data, "most_rows": step.most_rows}
+                self._add("shared", ("shared",), kernel, step.shared, scratch, **members, **kept)
+                # The splits that are done count for the merge.
+                merged = counters[COUNTERS:].reshape(-1, num_kv_heads)
+                merged[step.done[:, 0]] = step.done[:, 1:]
+            kernel = _kernel(make_decode, *sizes, group)
+            offset = decode_scratch_bytes(*sizes, group)
+            scratch = offset + ROW_QUERIES * group * plan.most_splits * partial_bytes
+            kept |= {"partials_offset": offset, "tile_queries": ROW_QUERIES}
+            self._add("rows", step.names, kernel, step.rows, scratch, counters, **kept)
+        if len(plan.tiles):
+            scratch = extend_scratch_bytes(*sizes, group)
+            self._add("tiles", ("tiles",), _kernel(make_extend, *sizes), plan.tiles, scratch)
+        most_partials = max((step.num_partials for step in plan.passes), default=0)
+        self._partials_bytes = num_q_heads * most_partials * partial_bytes
+        self._is_small = plan.tokens_alone * num_q_heads * sum(dims) < SMALL
+
+    def _add(
+        self,
+        name: str,
+        paths: tuple[str, ...],
+        kernel: int,
+        tasks: np.ndarray,
+        scratch_bytes: int,
+        counters: np.ndarray | None = None,
+        **values: int,
+    ) -> None:
+        scratch_bytes = -(-scratch_bytes // 64) * 64
+        record = np.zeros((), ARGS)
+        values |= self._common | {
+            "tasks": tasks.ctypes.data,
+            "num_tasks": len(tasks),
+            "scratch_bytes": scratch_bytes,
+        }
+        for field, value in values.items():
+            record[field] = value
         if counters is None:
             counters = np.zeros(COUNTERS, np.int64)
-        args = _arguments(
-            **shared,
-            **more,
-            tasks=tasks.ctypes.data,
-            num_tasks=len(tasks),
-            counters=counters.ctypes.data,
-            scratch=_memory("scratch", num_threads * scratch),
-            scratch_bytes=scratch,
-        )
-        _run(kernel, args, num_threads)
-        tokens_read[name] += int(counters[4])
-        if counters[2]:
-            raise ValueError(
-                f"page_table: expected page ids from 0 to {pages[0].shape[0] - 1}, got "
-                f"{_bad_number(int(counters[2]))}"
-            )
+        kept = record.tobytes() + counters.tobytes()
+        self._launches.append(_Launch(name, paths, kernel, kept, scratch_bytes))
 
-    for step in plan.passes:
-        partials = _memory("partials", num_q_heads * step.num_partials * partial_bytes)
-        kept = {"partials": partials, "num_partials": step.num_partials}
-        counters = np.zeros(COUNTERS + step.num_partials * num_kv_heads, np.int64)
-        if len(step.shared):
-            if extends_in_rows(formats):
-                kernel = _kernel(make_shared, *sizes)
-                scratch = shared_scratch_bytes(*sizes, step.most_rows)
-            else:
-                kernel = _kernel(make_extend, *sizes, 1)
-                scratch = extend_scratch_bytes(*sizes, group)
-            members = {"queries": step.queries.ctypes.data, "most_rows": step.most_rows}
-            run("shared", kernel, step.shared, scratch, **members, **kept)
-            # The splits that are done count for the merge.
-            merged = counters[COUNTERS:].reshape(-1, num_kv_heads)
-            merged[step.done[:, 0]] = step.done[:, 1:]
-            runs["shared"] += 1
-        kernel = _kernel(make_decode, *sizes, group)
-        offset = decode_scratch_bytes(*sizes, group)
-        scratch = offset + ROW_QUERIES * group * plan.most_splits * partial_bytes
-        places = {"partials_offset": offset, "tile_queries": ROW_QUERIES}
-        run("rows", kernel, step.rows, scratch, counters=counters, **kept, **places)
-        runs.update(step.names)
-    if len(plan.tiles):
-        scratch = extend_scratch_bytes(*sizes, group)
-        run("tiles", _kernel(make_extend, *sizes), plan.tiles, scratch)
-        runs["tiles"] += 1
-    return out
+    def attend(
+        self,
+        places: tuple[int, ...],
+        q: torch.Tensor,
+        *,
+        softmax_scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        num_threads: int | None = None,
+    ) -> torch.Tensor:
+        """Attend the batch's new tokens to one layer's pages.
+
+        Any number of threads may call it at once.
+
+        Args:
+            places: `page_arguments` of the layer.
+            q: [num_tokens, num_q_heads, head_dim] float32, last dimension contiguous.
+            sinks, alibi_slopes: [num_q_heads] float32, contiguous.
+            num_threads: None is torch's.
+        Returns:
+            [num_tokens, num_q_heads, v_head_dim] float32.
+        Raises:
+            ValueError: a page id that the pool does not have.
+        """
+        num_threads = num_threads or (1 if self._is_small else torch.get_num_threads())
+        out = torch.empty(q.shape[0], self._num_q_heads, self._v_head_dim)
+        q_token, q_head, _ = q.stride()
+        layer = (
+            q.data_ptr(),
+            out.data_ptr(),
+            q_token,
+            q_head,
+            self._num_q_heads * self._v_head_dim,
+            self._v_head_dim,
+            *places,
+            0 if sinks is None else sinks.data_ptr(),
+            0 if alibi_slopes is None else alibi_slopes.data_ptr(),
+            window or 0,
+        )
+        partials = _memory("partials", self._partials_bytes)
+        for launch in self._launches:
+            scratch = _memory("scratch", num_threads * launch.scratch_bytes)
+            record = bytearray(launch.record)
+            address = ctypes.addressof(ctypes.c_char.from_buffer(record))
+            counters = address + ARGS.itemsize
+            _CALL.pack_into(
+                record, 0, *layer, scratch, partials, counters, softmax_scale, softcap or 0.0
+            )
+            _run_at(launch.kernel, address, num_threads)
+            bad_page, _, num_read = _COUNTED.unpack_from(record, ARGS.itemsize + 2 * 8)
+            for path in launch.paths:
+                runs[path] += 1
+            tokens_read[launch.name] += num_read
+            if bad_page:
+                raise ValueError(
+                    f"page_table: expected page ids from 0 to "
+                    f"{places[_PAGE_FIELDS.index('num_pages')] - 1}, got {_bad_number(bad_page)}"
+                )
+        return out
+
+
+_COUNTED = struct.Struct("=3q")
+_NO_CENTER = torch.zeros(MAX_HEAD_DIM)
 
 
 def write(
-    pages: Sequence[torch.Tensor],
+    places: tuple[int, ...],
     formats: tuple[int, int],
     slot_mapping: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     *,
     rotate: tuple[bool, bool],
+    k_center: torch.Tensor | None = None,
 ) -> bool:
     """Quantize new rows of K and V and scatter them; False (nothing written) if not all finite.
 
     Args:
-        pages: k_pages, v_pages, k_scale, v_scale; mutated.
+        places: `page_arguments` of the layer, whose pages are mutated.
         slot_mapping: [num_tokens] int64, contiguous.
         k, v: [num_tokens, num_kv_heads, head_dim] float32, last dimension contiguous.
+        k_center: taken off each row of K. [num_kv_heads, head_dim] float32, as k.
     Raises:
         ValueError: a size that is not supported, or a slot that the pool does not have.
     """
-    _require_head_dim("head_dim", k.shape[2], formats[0])
-    _require_head_dim("v_head_dim", v.shape[2], formats[1])
-    places = _page_arguments(*pages)
-    num_tokens = slot_mapping.shape[0]
-    num_tasks = -(-num_tokens // 64)
+    k_token, k_head, _ = k.stride()
+    v_token, v_head, _ = v.stride()
+    num_tokens, _, k_dim = k.shape
+    num_tasks = -(-num_tokens // WRITE_TOKENS)
     num_threads = torch.get_num_threads() if num_tasks > 1 else 1
-    counters = np.zeros(COUNTERS, np.int64)
-    args = _arguments(
-        **places,
-        slots=slot_mapping.data_ptr(),
-        num_tokens=num_tokens,
-        num_tasks=num_tasks,
-        counters=counters.ctypes.data,
+    record = (ctypes.c_int64 * _WRITE_WORDS)(
+        k.data_ptr(),
+        k_token,
+        k_head,
+        v.data_ptr(),
+        v_token,
+        v_head,
+        _NO_CENTER.data_ptr() if k_center is None else k_center.data_ptr(),
+        0 if k_center is None else 4 * k_center.stride(0),
+        slot_mapping.data_ptr(),
+        num_tokens,
+        num_tasks,
+        1,
+        num_threads == 1,
+        *rotate,
+        *places,
     )
-    rows_of = (k, v)
-    for rows in rows_of:
-        args["q"], args["q_token"], args["q_head"] = rows.data_ptr(), *rows.stride()[:2]
-        counters[1] = 0
-        _run(_kernel(make_check, rows.shape[2]), args, num_threads)
-    if counters[2]:
+    address = ctypes.addressof(record)
+    record[_WRITE_COUNTERS - 1] = address + 8 * _WRITE_COUNTERS
+    kernel = _write_kernel(*formats, k_dim, v.shape[2])
+    _run_at(kernel, address, num_threads)
+    bad_slot, not_finite = record[_WRITE_COUNTERS + 2 : _WRITE_COUNTERS + 4]
+    if bad_slot:
+        num_pages, page_size, _ = places[-3:]
+        num_slots = num_pages * page_size
         raise ValueError(
-            f"slot_mapping: expected slots from 0 to "
-            f"{places['num_pages'] * places['page_size'] - 1}, got {_bad_number(int(counters[2]))}"
+            f"slot_mapping: expected slots from 0 to {num_slots - 1}, got {_bad_number(bad_slot)}"
         )
-    if counters[3]:
+    if not_finite:
         return False
-    for rows, fmt, turn, part in zip(rows_of, formats, rotate, "kv", strict=True):
-        args["q"], args["q_token"], args["q_head"] = rows.data_ptr(), *rows.stride()[:2]
-        args["k_pages"], args["k_scale"] = places[f"{part}_pages"], places[f"{part}_scale"]
-        args["k_page"], args["k_head"] = places[f"{part}_page"], places[f"{part}_head"]
-        args["ks_page"], args["ks_head"] = places[f"{part}s_page"], places[f"{part}s_head"]
-        args["rotate_k"] = turn
-        counters[1] = 0
-        _run(_kernel(make_write, fmt, rows.shape[2]), args, num_threads)
+    if num_threads > 1:
+        record[_WRITE_FIELDS.index("writes")] = 1
+        record[_WRITE_FIELDS.index("checks")] = 0
+        _run_at(kernel, address, num_threads)
     runs["write"] += 1
     return True
+
+
+_WRITE_COUNTERS = len(_WRITE_FIELDS)
+_WRITE_WORDS = _WRITE_COUNTERS + 4
+
+
+@cache
+def _write_kernel(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> int:
+    require_sizes((k_fmt, v_fmt), (k_dim, v_dim))
+    return _kernel(make_write, k_fmt, v_fmt, k_dim, v_dim)

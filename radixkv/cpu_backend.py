@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,53 +33,87 @@ _FORMATS = {
 }
 
 
-def _format(kv_format: KVFormat) -> int:
-    fmt: int = _FORMATS[kv_format.code_dtype if kv_format.name == "model" else kv_format.name]
-    return fmt
+class _Stored(NamedTuple):
+    """How a codec's pages are stored, in the kernels' words; of K and of V."""
+
+    formats: tuple[int, int]
+    dims: tuple[int, int]
+    rotate: tuple[bool, bool]
+
+
+def _stored(codec: KVCodec) -> _Stored:
+    known: _Stored | None = codec.__dict__.get("_cpu_stored")
+    if known is None:
+        forms = (codec.k_format, codec.v_format)
+        k_fmt, v_fmt = (
+            _FORMATS[form.code_dtype if form.name == "model" else form.name] for form in forms
+        )
+        dims = (codec.k_format.head_dim, codec.v_format.head_dim)
+        known = _Stored((k_fmt, v_fmt), dims, (codec.rotate_k, codec.rotate_v))
+        codec.__dict__["_cpu_stored"] = known
+    return known
+
+
+def _places(layer: LayerPages) -> tuple[int, ...]:
+    places: tuple[int, ...] | None = layer.__dict__.get("_cpu_places")
+    if places is None:
+        places = layer.__dict__["_cpu_places"] = cpu.page_arguments(*layer)
+    return places
 
 
 def _rows(rows: Tensor) -> Tensor:
     """float32 rows whose elements lie one after another."""
-    rows = rows.detach().float()
+    if rows.dtype is not torch.float32 or rows.requires_grad:
+        rows = rows.detach().float()
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def _packed(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    if tensor.dtype != dtype:
+    if tensor.dtype is not dtype:
         raise TypeError(f"{name}: expected {dtype}, got {tensor.dtype}")
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def write_kv(
-    codec: KVCodec, layer: LayerPages, slot_mapping: Tensor, k: Tensor, v: Tensor, *, layer_idx: int
+    codec: KVCodec,
+    layer: LayerPages,
+    slot_mapping: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layer_idx: int,
+    k_center: Tensor | None = None,
 ) -> None:
     """Quantize and scatter new tokens' K and V; see `radixkv.reference.write_kv`.
 
     Accuracy: without rotation, bit for bit that of the reference; with it, within one code
     (the rotation adds in another order).
     """
-    formats = (_format(codec.k_format), _format(codec.v_format))
-    rotate = (codec.rotate_k, codec.rotate_v)
+    formats, _, rotate = _stored(codec)
     slots = _packed("slot_mapping", slot_mapping, torch.int64)
-    if not cpu.write(layer, formats, slots, _rows(k), _rows(v), rotate=rotate):
+    center = None if k_center is None else _rows(k_center)
+    rows = (_rows(k), _rows(v))
+    if not cpu.write(_places(layer), formats, slots, *rows, rotate=rotate, k_center=center):
         # The plain twin names the heads: it raises before it writes, too.
+        k = k if k_center is None else k.float() - k_center
         reference.encode_rows(codec.k_format, False, k, name="K", layer_idx=layer_idx)
         reference.encode_rows(codec.v_format, False, v, name="V", layer_idx=layer_idx)
 
 
-def _plan(codec: KVCodec, formats: tuple[int, int], batch: AttentionBatch, group: int) -> cpu.Plan:
+def _plan(codec: KVCodec, batch: AttentionBatch, group: int) -> cpu.Plan:
     shared = []
-    spec, mode = codec.spec, codec.config.shared_prefix
-    can = cpu.shares(formats, codec.k_format.head_dim, codec.v_format.head_dim)
+    spec, mode, stored = codec.spec, codec.config.shared_prefix, _stored(codec)
+    in_rows = cpu.extends_in_rows(stored.formats)
+    can = cpu.shares(stored.formats, *stored.dims)
     if mode != "never" and can and group <= cpu.MAX_DECODE_GROUP:
-        shared = _shared_splits(batch, codec.config.page_size, cpu.extends_in_rows(formats))
+        shared = _shared_splits(batch, codec.config.page_size, in_rows)
     if shared and mode == "auto":
-        cost = costs.sharing_cost(_cost_key(codec, group), lambda: _measure(codec, formats, group))
+        cost = costs.sharing_cost(_cost_key(codec, group), lambda: _measure(codec, group))
         shared = _worthwhile(shared, batch, cost, spec.num_kv_heads)
     return cpu.make_plan(
         *batch.host_lens,
         group,
-        in_rows=cpu.extends_in_rows(formats),
+        in_rows=in_rows,
         shared=shared,
         num_kv_heads=spec.num_kv_heads,
     )
@@ -133,8 +168,9 @@ def _cost_key(codec: KVCodec, group: int) -> str:
     )
 
 
-def _measure(codec: KVCodec, formats: tuple[int, int], group: int) -> costs.SharingCost:
+def _measure(codec: KVCodec, group: int) -> costs.SharingCost:
     """Time a few small steps, shared and not, on pages of zeros; about 0.2 s."""
+    stored = _stored(codec)
     # So many heads that the pages do not stay in the nearest cache from query to query.
     num_heads, num_splits, page_size = 8, 2, codec.config.page_size
     pages_a_split = cpu.SPLIT // page_size
@@ -153,28 +189,23 @@ def _measure(codec: KVCodec, formats: tuple[int, int], group: int) -> costs.Shar
         seq_lens = [splits * cpu.SPLIT + 1] * num_seqs
         starts = list(range(num_seqs + 1))
         shared = [(np.arange(num_seqs), 0, splits)] if share else []
-        return partial(
-            cpu.attend,
-            layer,
-            formats,
-            torch.ones(num_seqs, num_heads * group, codec.k_format.head_dim),
+        # As with many heads, whose splits are not cut further to give every thread some work.
+        plan = cpu.make_plan(
+            seq_lens,
+            starts,
+            group,
+            in_rows=cpu.extends_in_rows(stored.formats),
+            shared=shared,
+            num_kv_heads=1 << 10,
+        )
+        tables = (
             table[:num_seqs],
             torch.tensor(seq_lens, dtype=torch.int32),
             torch.tensor(starts, dtype=torch.int32),
-            # As with many heads, whose splits are not cut further to give every thread some work.
-            cpu.make_plan(
-                seq_lens,
-                starts,
-                group,
-                in_rows=cpu.extends_in_rows(formats),
-                shared=shared,
-                num_kv_heads=1 << 10,
-            ),
-            softmax_scale=1.0,
-            v_head_dim=codec.v_format.head_dim,
-            rotate=(codec.rotate_k, codec.rotate_v),
-            num_threads=num_threads,
         )
+        call = cpu.Step(plan, *stored[:2], num_heads * group, num_heads, stored.rotate, *tables)
+        q = torch.ones(num_seqs, num_heads * group, stored.dims[0])
+        return partial(call.attend, _places(layer), q, softmax_scale=1.0, num_threads=num_threads)
 
     def least(calls: list[Callable[[], object]], clock: Callable[[], float]) -> list[float]:
         taken = np.empty((rounds + 1, len(calls)))  # the first round is for the caches
@@ -198,6 +229,21 @@ def _measure(codec: KVCodec, formats: tuple[int, int], group: int) -> costs.Shar
     )
 
 
+def _step(codec: KVCodec, batch: AttentionBatch, num_q_heads: int, head_dim: int) -> cpu.Step:
+    stored, num_kv_heads = _stored(codec), codec.spec.num_kv_heads
+    return cpu.Step(
+        _plan(codec, batch, max(1, num_q_heads // num_kv_heads)),
+        stored.formats,
+        (head_dim, stored.dims[1]),
+        num_q_heads,
+        num_kv_heads,
+        stored.rotate,
+        _packed("page_table", batch.page_table, torch.int32),
+        _packed("seq_lens", batch.seq_lens, torch.int32),
+        _packed("cu_seqlens_q", batch.cu_seqlens_q, torch.int32),
+    )
+
+
 def paged_attention(
     codec: KVCodec, layer: LayerPages, q: Tensor, batch: AttentionBatch, rule: ScoreRule
 ) -> Tensor:
@@ -208,30 +254,21 @@ def paged_attention(
 
     Accuracy: float32 arithmetic; a sequence's result does not depend on the rest of the batch.
     """
-    formats = (_format(codec.k_format), _format(codec.v_format))
-    group = max(1, q.shape[1] // codec.spec.num_kv_heads)
-    plans = batch.__dict__.setdefault("_cpu_plans", {})  # one batch serves every layer of a step
-    key = (codec.config, codec.spec, group)
-    if key not in plans:
-        plans[key] = _plan(codec, formats, batch, group)
-    plan = plans[key]
-    batch.reads.tokens, batch.reads.tokens_alone = plan.tokens, plan.tokens_alone
-    out: Tensor = cpu.attend(
-        layer,
-        formats,
+    _, num_q_heads, head_dim = q.shape
+    steps = batch.__dict__.setdefault("_cpu_steps", {})  # one batch serves every layer of a step
+    key = (id(codec), num_q_heads, head_dim)
+    if key not in steps:
+        steps[key] = (codec, _step(codec, batch, num_q_heads, head_dim))
+    step: cpu.Step = steps[key][1]  # the codec is kept too: its id stays its own
+    batch.reads.tokens, batch.reads.tokens_alone = step.plan.tokens, step.plan.tokens_alone
+    sinks, slopes = rule.sinks, rule.alibi_slopes
+    out: Tensor = step.attend(
+        _places(layer),
         _rows(q),
-        _packed("page_table", batch.page_table, torch.int32),
-        _packed("seq_lens", batch.seq_lens, torch.int32),
-        _packed("cu_seqlens_q", batch.cu_seqlens_q, torch.int32),
-        plan,
         softmax_scale=rule.softmax_scale,
-        v_head_dim=codec.v_format.head_dim,
-        rotate=(codec.rotate_k, codec.rotate_v),
         window=rule.sliding_window,
         softcap=rule.softcap,
-        sinks=None if rule.sinks is None else rule.sinks.detach().float().contiguous(),
-        alibi_slopes=(
-            None if rule.alibi_slopes is None else rule.alibi_slopes.detach().float().contiguous()
-        ),
+        sinks=None if sinks is None else sinks.detach().float().contiguous(),
+        alibi_slopes=None if slopes is None else slopes.detach().float().contiguous(),
     )
-    return out.to(q.dtype)
+    return out if out.dtype is q.dtype else out.to(q.dtype)

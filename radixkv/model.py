@@ -571,16 +571,14 @@ class ModelRunner:
             if rule is None:
                 rule = self._rules[layer_idx] = score_rule(keywords, query.shape[3])
             pages = cache.layer(layer_idx)
-            keys = key[0].transpose(0, 1)
-            if center is not None:
-                keys = keys.float() - center[layer_idx]
             backend.write_kv(
                 codec,
                 pages,
                 batch.attention.slot_mapping,
-                keys,
+                key[0].transpose(0, 1),
                 value[0].transpose(0, 1),
                 layer_idx=layer_idx,
+                k_center=None if center is None else center[layer_idx],
             )
             served.append(layer_idx)
             rows = query[0].transpose(0, 1)

@@ -342,13 +342,18 @@ def hadamard(head_dim: int, device: torch.device | str = "cpu") -> Tensor:
     return rotation
 
 
-class LayerPages(NamedTuple):
-    """One layer's page and scale tensors; shapes as at the top of this module."""
-
+class _LayerTensors(NamedTuple):
     k_pages: Tensor
     v_pages: Tensor
     k_scale: Tensor
     v_scale: Tensor
+
+
+class LayerPages(_LayerTensors):
+    """One layer's page and scale tensors; shapes as at the top of this module.
+
+    A backend may keep in ``__dict__`` what it finds out about them.
+    """
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,14 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 def write_kv(
-    codec: KVCodec, layer: LayerPages, slot_mapping: Tensor, k: Tensor, v: Tensor, *, layer_idx: int
+    codec: KVCodec,
+    layer: LayerPages,
+    slot_mapping: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layer_idx: int,
+    k_center: Tensor | None = None,
 ) -> None:
     """Quantize new tokens' K and V once and scatter them into their slots.
 
@@ -155,9 +162,12 @@ def write_kv(
     Args:
         slot_mapping: [num_tokens] int64.
         k: [num_tokens, num_kv_heads, head_dim]; v: the same with v_head_dim.
+        k_center: taken off each row of k first. [num_kv_heads, head_dim] float32.
     Raises:
-        NonFiniteError: NaN or Inf in k or v.
+        NonFiniteError: NaN or Inf in k (less its center) or v.
     """
+    if k_center is not None:
+        k = k.float() - k_center
     coded_k = encode_rows(codec.k_format, codec.rotate_k, k, name="K", layer_idx=layer_idx)
     coded_v = encode_rows(codec.v_format, codec.rotate_v, v, name="V", layer_idx=layer_idx)
     page_size = layer.k_pages.shape[2]

@@ -238,7 +238,14 @@ def settle(codec: KVCodec) -> None:
 
 
 def write_kv(
-    codec: KVCodec, layer: LayerPages, slot_mapping: Tensor, k: Tensor, v: Tensor, *, layer_idx: int
+    codec: KVCodec,
+    layer: LayerPages,
+    slot_mapping: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layer_idx: int,
+    k_center: Tensor | None = None,
 ) -> None:
     """Quantize and scatter new tokens' K and V; see `radixkv.reference.write_kv`.
 
@@ -248,6 +255,8 @@ def write_kv(
     rotation adds in another order).
     """
     _require_head_dim(codec)
+    if k_center is not None:
+        k = k.float() - k_center
     k, v = _unit_stride(k), _unit_stride(v)
     num_tokens, num_kv_heads, _ = k.shape
     if not num_tokens:

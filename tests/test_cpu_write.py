@@ -152,6 +152,32 @@ def test_rotated_rows_are_within_one_code_of_the_reference(dtype):
         assert ((a.float() - b.float()).abs() <= 2.0**-7 * a.float().abs()).all()
 
 
+@pytest.mark.parametrize("write", [reference.write_kv, cpu_backend.write_kv])
+@pytest.mark.parametrize("rotate", ["none", "hadamard"])
+@pytest.mark.parametrize("dtype", ["int8", "int4", "model"])
+def test_k_less_its_center_is_what_taking_it_off_first_gives_bit_for_bit(dtype, rotate, write):
+    codec = make_codec(dtype, 64, rotate=rotate)
+    k, v = torch.randn(2, 2, 70, 64, generator=torch.Generator().manual_seed(0)).transpose(1, 2)
+    center = torch.linspace(-30, 30, 128).view(2, 64)
+    slots = torch.arange(70)
+    expected, got = poisoned(codec, 18), poisoned(codec, 18)
+    write(codec, expected, slots, k - center, v, layer_idx=0)
+    write(codec, got, slots, k, v, layer_idx=0, k_center=center)
+    assert_same_bytes(expected, got)
+
+
+def test_k_that_overflows_less_its_center_is_refused_and_nothing_is_written():
+    codec = make_codec("int8", 64)
+    k, v = torch.zeros(2, 3, 2, 64)
+    k[2, 1, 5] = 3e38
+    center = torch.zeros(2, 64)
+    center[1, 5] = -3e38
+    pages = poisoned(codec)
+    with pytest.raises(NonFiniteError, match="K of layer 4, KV head 1:"):
+        cpu_backend.write_kv(codec, pages, torch.arange(3), k, v, layer_idx=4, k_center=center)
+    assert_same_bytes(pages, poisoned(codec))
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("which", ["K", "V"])
 def test_a_non_finite_value_is_refused_by_layer_and_head_and_nothing_is_written(which, bad):
