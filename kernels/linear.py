@@ -35,6 +35,7 @@ _VF = ir.VectorType(_F32, LANES)
 _V4 = ir.VectorType(_F32, 4)
 
 _TILE = (4, 6) if LANES == 16 else (2, 4)  # rows, outputs: their sums fill the registers
+_UNROLL = 64 // (4 * LANES)  # vectors of a cache line
 _TASK_BYTES = 2**18  # of weights: they stay in the second-level cache while the rows pass by
 _MAX_TASK = 64  # outputs
 _ROW_BLOCK_BYTES = 2**17  # of input rows that stay in that cache, too
@@ -163,25 +164,41 @@ def _multiply_block(
                         place = sums[r, n]
                         b.store(cpu._fma(b, factor, values[n], b.load(place)), place)
 
-            with cgutils.for_range(b, num_whole) as loop:
-                offset = b.mul(loop.index, _number(4 * LANES))
+            if rows > 1:
+                # While these outputs' weights serve the rows, those of the next come from memory:
+                # each tile of rows asks for one output's.
+                turn = b.srem(b.sdiv(row, _number(rows)), _number(outputs))
+                following = lines(weight, b.add(b.add(output, _number(outputs)), turn), 1, line)[0]
+            with cgutils.for_range(b, b.sdiv(num_whole, _number(_UNROLL))) as loop:
+                begin = b.mul(loop.index, _number(4 * LANES * _UNROLL))
+                if rows > 1:
+                    cpu._prefetch(b, following, begin)
+                for i in range(_UNROLL):
+                    offset = b.add(begin, _number(4 * LANES * i))
+                    add(lambda pointer, offset=offset: cpu._load(b, pointer, offset, _VF))
+            rest = b.srem(num_whole, _number(_UNROLL))
+            with cgutils.for_range(b, rest) as loop:
+                number = b.add(b.sub(num_whole, rest), loop.index)
+                offset = b.mul(number, _number(4 * LANES))
                 add(lambda pointer: cpu._load(b, pointer, offset, _VF))
             with b.if_then(has_tail):
                 end = b.mul(num_whole, _number(4 * LANES))
                 add(lambda pointer: _tail(b, pointer, end, num_left))
             column = b.mul(output, _number(4))
-            for (r, n), place in sums.items():
-                total = cgutils.alloca_once(b, _F32)
-                b.store(cpu._fold(b, b.load(place), cpu._add), total)
+            kind = ir.VectorType(_F32, outputs)
+            for r in range(rows):
+                total = cgutils.alloca_once(b, kind)
+                folded = cpu._fold_each(b, [b.load(sums[r, n]) for n in range(outputs)], cpu._add)
+                b.store(cpu._narrow(b, folded, outputs), total)
                 with b.if_then(has_bias):
-                    value = cpu._load(b, cpu._pointer(b, b.add(bias, column)), 4 * n, _F32)
+                    value = cpu._load(b, cpu._pointer(b, b.add(bias, column)), 0, kind)
                     b.store(b.fadd(b.load(total), value), total)
                 with b.if_then(has_more):
                     other = b.add(b.add(more, column), b.mul(more_row, b.add(row, _number(r))))
-                    value = cpu._load(b, cpu._pointer(b, other), 4 * n, _F32)
+                    value = cpu._load(b, cpu._pointer(b, other), 0, kind)
                     b.store(b.fadd(b.load(total), value), total)
                 target = b.add(b.add(out, column), b.mul(out_row, b.add(row, _number(r))))
-                cpu._store(b, b.load(total), cpu._pointer(b, target), 4 * n)
+                cpu._store(b, b.load(total), cpu._pointer(b, target), 0)
 
         def cover(count: Any, size: int, body: Callable[[Any, int], None]) -> None:
             """Call body(first, how many) for whole pieces of ``size``, then one by one."""

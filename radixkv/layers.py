@@ -33,6 +33,7 @@ _WINDOWS: dict[str, Callable[[Any], int | None]] = {
     "qwen2.modeling_qwen2.Qwen2": lambda attention: attention.sliding_window,
     "qwen3.modeling_qwen3.Qwen3": lambda attention: attention.sliding_window,
 }
+_BLOCK_ROWS = 512  # that run at a time: what lies between the products stays in a cache
 _MAX_PROGRAMS = 64  # that a layer keeps, by numbers of rows
 _IN_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
 _IN_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
@@ -267,33 +268,39 @@ class FusedLayer:
         parts = self._parts
         assert parts is not None
         num_rows, widths = x.shape[1], parts.widths
-        before, after = parts.programs(num_rows, torch.get_num_threads())
-        normed = torch.empty(num_rows, parts.hidden_size)
+        num_threads, blocks = torch.get_num_threads(), range(0, num_rows, _BLOCK_ROWS)
+        block = min(num_rows, _BLOCK_ROWS)
+        row, joint_row = 4 * parts.hidden_size, 4 * sum(widths)
+        normed = torch.empty(block, parts.hidden_size)
         joint = torch.empty(1, num_rows, sum(widths))
-        before.run(
-            x=x.data_ptr(),
-            normed=normed.data_ptr(),
-            joint=joint.data_ptr(),
-            cos=cos.data_ptr(),
-            sin=sin.data_ptr(),
-        )
+        for first in blocks:
+            before, _ = parts.programs(min(block, num_rows - first), num_threads)
+            before.run(
+                x=x.data_ptr() + first * row,
+                normed=normed.data_ptr(),
+                joint=joint.data_ptr() + first * joint_row,
+                cos=cos.data_ptr() + first * 4 * parts.head_dim,
+                sin=sin.data_ptr() + first * 4 * parts.head_dim,
+            )
         q, k, v = (
             one.view(1, num_rows, -1, parts.head_dim).transpose(1, 2)
             for one in joint.split(widths, 2)
         )
         attended = handler(parts.attention, q, k, v, {**keywords, **parts.keywords})
-        attended = attended.contiguous()
+        attended = attended.reshape(num_rows, -1).contiguous()
         middle, out = torch.empty_like(normed), torch.empty_like(x)
-        gate, up = torch.empty(2, num_rows, parts.num_inner)
-        after.run(
-            attended=attended.data_ptr(),
-            x=x.data_ptr(),
-            middle=middle.data_ptr(),
-            normed=normed.data_ptr(),
-            gate=gate.data_ptr(),
-            up=up.data_ptr(),
-            out=out.data_ptr(),
-        )
+        gate, up = torch.empty(2, block, parts.num_inner)
+        for first in blocks:
+            _, after = parts.programs(min(block, num_rows - first), num_threads)
+            after.run(
+                attended=attended.data_ptr() + first * 4 * attended.shape[1],
+                x=x.data_ptr() + first * row,
+                middle=middle.data_ptr(),
+                normed=normed.data_ptr(),
+                gate=gate.data_ptr(),
+                up=up.data_ptr(),
+                out=out.data_ptr() + first * row,
+            )
         return out
 
     def __reduce__(self) -> Any:
