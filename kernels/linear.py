@@ -428,6 +428,7 @@ class Program:
         self.num_rows, self.num_threads = num_rows, num_threads
         self._words = [0] * _WORDS
         self._given: list[tuple[int, str, int]] = []  # word, name, bytes to add
+        self._image: Any = None  # the words, once it has run
         self._num_tasks = self._needs = self._work = 0
 
     def then(self) -> None:
@@ -440,6 +441,7 @@ class Program:
         more: Address = 0, more_row: int = 0, weight2: Address = 0, bias2: Address = 0,
         out2: Address = 0, eps: int = 0,
     ) -> None:  # fmt: skip
+        self._image = None
         num_tasks = -(-size // step)
         begin = len(self._words)
         words = (
@@ -504,7 +506,9 @@ class Program:
         words, num_threads = local.words, self.num_threads
         if self._work * (8 + self.num_rows) < _SMALL:
             num_threads = 1
-        words[: len(self._words)] = self._words
+        if self._image is None:
+            self._image = (ctypes.c_int64 * len(self._words))(*self._words)
+        ctypes.memmove(local.address, self._image, 8 * len(self._words))
         for number, name, num_bytes in self._given:
             words[number] = addresses[name] + num_bytes
         words[_HEAD_NUM_OPS] = len(self._words) // _WORDS - 1

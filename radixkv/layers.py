@@ -67,24 +67,6 @@ class _Part:
         weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
         return cls(parent._modules, name, module, weight, bias, _address(weight), _address(bias))
 
-    def is_unchanged(self) -> bool:
-        module, weight, bias = self.module, self.weight, self.bias
-        parameters: dict[str, Any] = module._parameters
-        return not (
-            self.siblings.get(self.name) is not module
-            or module._forward_hooks
-            or module._forward_pre_hooks
-            or "forward" in module.__dict__
-            or (
-                weight is not None
-                and (parameters["weight"] is not weight or weight.data_ptr() != self.weight_at)
-            )
-            or (
-                bias is not None
-                and (parameters["bias"] is not bias or bias.data_ptr() != self.bias_at)
-            )
-        )
-
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
@@ -149,10 +131,28 @@ class _Parts:
         }
 
         self.widths = [part.module.out_features for part in (self.q, self.k, self.v)]
+        self._seen = [
+            (p.siblings, p.name, p.module, p.module._parameters, p.weight, p.weight_at, p.bias,
+             p.bias_at)
+            for p in self.all
+        ]  # fmt: skip
         self._programs: dict[tuple[int, int], tuple[Any, Any]] = {}
 
     def are_unchanged(self) -> bool:
-        return all(part.is_unchanged() for part in self.all)
+        # One loop with plain names: it runs for every layer of every step.
+        for siblings, name, module, parameters, weight, weight_at, bias, bias_at in self._seen:
+            if (
+                siblings.get(name) is not module
+                or module._forward_hooks
+                or module._forward_pre_hooks
+                or "forward" in module.__dict__
+                or parameters.get("weight") is not weight
+                or parameters.get("bias") is not bias
+                or (weight is not None and weight.data_ptr() != weight_at)
+                or (bias is not None and bias.data_ptr() != bias_at)
+            ):
+                return False
+        return True
 
     def programs(self, num_rows: int, num_threads: int) -> tuple[Any, Any]:
         """What runs before the attention, and after it."""
@@ -163,6 +163,15 @@ class _Parts:
             made = self._before(num_rows, num_threads), self._after(num_rows, num_threads)
             self._programs[num_rows, num_threads] = made
         return made
+
+    def heads_of(self, joint: Tensor) -> Iterator[Tensor]:
+        """q, k and v, [1, num_heads, num_rows, head_dim], in their joint rows."""
+        _, num_rows, width = joint.shape
+        place, head_dim = 0, self.head_dim
+        for part in self.widths:
+            shape = (1, part // head_dim, num_rows, head_dim)
+            yield joint.as_strided(shape, (num_rows * width, head_dim, width, 1), place)
+            place += part
 
     def _before(self, num_rows: int, num_threads: int) -> Any:
         size, head_dim = self.hidden_size, self.head_dim
@@ -271,35 +280,40 @@ class FusedLayer:
         num_threads, blocks = torch.get_num_threads(), range(0, num_rows, _BLOCK_ROWS)
         block = min(num_rows, _BLOCK_ROWS)
         row, joint_row = 4 * parts.hidden_size, 4 * sum(widths)
-        normed = torch.empty(block, parts.hidden_size)
         joint = torch.empty(1, num_rows, sum(widths))
+        # What lies between the operations of a block: only its addresses are needed.
+        space = torch.empty(block, 2 * (parts.hidden_size + parts.num_inner))
+        normed = space.data_ptr()
+        middle = normed + block * row
+        gate = middle + block * row
+        up = gate + 4 * block * parts.num_inner
+        x_at, joint_at, cos_at, sin_at = (t.data_ptr() for t in (x, joint, cos, sin))
+        turn_row = 4 * parts.head_dim
         for first in blocks:
             before, _ = parts.programs(min(block, num_rows - first), num_threads)
             before.run(
-                x=x.data_ptr() + first * row,
-                normed=normed.data_ptr(),
-                joint=joint.data_ptr() + first * joint_row,
-                cos=cos.data_ptr() + first * 4 * parts.head_dim,
-                sin=sin.data_ptr() + first * 4 * parts.head_dim,
+                x=x_at + first * row,
+                normed=normed,
+                joint=joint_at + first * joint_row,
+                cos=cos_at + first * turn_row,
+                sin=sin_at + first * turn_row,
             )
-        q, k, v = (
-            one.view(1, num_rows, -1, parts.head_dim).transpose(1, 2)
-            for one in joint.split(widths, 2)
-        )
+        q, k, v = parts.heads_of(joint)
         attended = handler(parts.attention, q, k, v, {**keywords, **parts.keywords})
-        attended = attended.reshape(num_rows, -1).contiguous()
-        middle, out = torch.empty_like(normed), torch.empty_like(x)
-        gate, up = torch.empty(2, block, parts.num_inner)
+        attended = attended.contiguous()
+        attended_at, attended_row = attended.data_ptr(), attended.stride(1) * 4
+        out = torch.empty_like(x)
+        out_at = out.data_ptr()
         for first in blocks:
             _, after = parts.programs(min(block, num_rows - first), num_threads)
             after.run(
-                attended=attended.data_ptr() + first * 4 * attended.shape[1],
-                x=x.data_ptr() + first * row,
-                middle=middle.data_ptr(),
-                normed=normed.data_ptr(),
-                gate=gate.data_ptr(),
-                up=up.data_ptr(),
-                out=out.data_ptr() + first * row,
+                attended=attended_at + first * attended_row,
+                x=x_at + first * row,
+                middle=middle,
+                normed=normed,
+                gate=gate,
+                up=up,
+                out=out_at + first * row,
             )
         return out
 

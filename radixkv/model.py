@@ -555,7 +555,7 @@ class ModelRunner:
             NonFiniteError: NaN or Inf in K, V (names layer and head) or in the logits.
         """
         codec, backend = cache.codec, cache.backend
-        center = self.k_center if codec.centers_k else None
+        centers = self.k_center.unbind() if codec.centers_k else None
         served: list[int] = []
 
         def handler(
@@ -575,13 +575,13 @@ class ModelRunner:
                 codec,
                 pages,
                 batch.attention.slot_mapping,
-                key[0].transpose(0, 1),
-                value[0].transpose(0, 1),
+                key.select(0, 0).transpose(0, 1),
+                value.select(0, 0).transpose(0, 1),
                 layer_idx=layer_idx,
-                k_center=None if center is None else center[layer_idx],
+                k_center=None if centers is None else centers[layer_idx],
             )
             served.append(layer_idx)
-            rows = query[0].transpose(0, 1)
+            rows = query.select(0, 0).transpose(0, 1)
             return backend.paged_attention(codec, pages, rows, batch.attention, rule)[None]
 
         def compute(batch: Batch) -> Tensor:
