@@ -22,7 +22,7 @@ from radixkv.batch import Run, build_batch
 from radixkv.cache import PrefixCache
 from radixkv.config import KVConfig
 from radixkv.demo import hardware
-from radixkv.linear import SteadyLinear
+from radixkv.linear import SteadyLinear, linear_kernels
 from radixkv.model import ModelRunner
 from radixkv.models import prepare_small_model
 
@@ -39,9 +39,10 @@ def profile_step(
     Args:
         model: a transformers causal LM; its layers are put back afterwards.
     Returns:
-        medians in seconds: ``step``, ``products`` (the model's matrix products, logits too),
-        ``attention`` (over pages), ``write`` (quantize and scatter), ``rest``; and
-        ``share_outside_products``.
+        medians in seconds: ``step``; of it ``programs`` (compiled calls: matrix products, the
+        logits' too, with norms, RoPE and gates), ``attention`` (over pages), ``write``
+        (quantize and scatter) and ``rest``; ``products``, the same matrix products
+        alone; and ``share_outside_products``.
     """
     runner = ModelRunner.load(model)
     taken: dict[str, float] = defaultdict(float)
@@ -58,10 +59,28 @@ def profile_step(
 
     with ExitStack() as held:
         held.callback(runner.release)
-        for module in runner.model.modules():
-            if isinstance(module, (SteadyLinear, torch.nn.Linear)):
-                module.forward = timed("products", module.forward)  # type: ignore[method-assign]
-                held.callback(module.__dict__.pop, "forward")
+        programs = linear_kernels().Program
+        held.callback(setattr, programs, "run", programs.run)
+        layers = [m for m in runner.model.modules() if isinstance(m, SteadyLinear)]
+        rows = {m.in_features: torch.randn(batch, m.in_features) for m in layers}
+        products = []
+        outs = []
+        for first in range(0, len(layers), 7):  # as many as a decoder layer has
+            product = programs(batch, torch.get_num_threads())
+            for module in layers[first : first + 7]:
+                outs.append(torch.empty(batch, module.out_features))
+                x, out = rows[module.in_features].data_ptr(), outs[-1].data_ptr()
+                sizes = module.out_features, module.in_features
+                weight = module.weight.data_ptr()
+                product.product(*sizes, x, 4 * sizes[1], weight, 0, out, 4 * sizes[0])
+            products.append(product)
+
+        def multiply_all() -> float:
+            begin = _clock()
+            for product in products:
+                product.run()
+            return _clock() - begin
+
         config = KVConfig(dtype=kv_dtype, capacity=f"{2 * batch * length * 50}KiB")
         cache = PrefixCache(runner.spec, config, backend="auto")
         cache.backend = replace(
@@ -80,7 +99,11 @@ def profile_step(
                 lease.write(layer, k, v)
             leases.append(lease)
         parts: dict[str, list[float]] = defaultdict(list)
+        run_plain, run_timed = programs.run, timed("programs", programs.run)
         for _ in range(repeats):
+            programs.run = run_plain
+            parts["products"].append(multiply_all())
+            programs.run = run_timed
             for lease in leases:
                 lease.extend([5])
             taken.clear()
@@ -111,7 +134,7 @@ def main() -> None:
 
     model = AutoModelForCausalLM.from_pretrained(prepare_small_model(progress=True))
     found = profile_step(model)
-    for name in ("products", "attention", "write", "rest", "step"):
+    for name in ("programs", "attention", "write", "rest", "step", "products"):
         share = found[name] / found["step"]
         sys.stdout.write(f"{name:10} {1e3 * found[name]:8.1f} ms {100 * share:6.1f} %\n")
     sys.stdout.write(json.dumps(found) + "\n")
