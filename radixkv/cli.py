@@ -617,6 +617,12 @@ def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("rag", "samples", "beams", "mixed", "tree"),
         help="may be given several times (default: all five)",
     )
+    engine.add_argument(
+        "--against",
+        action="append",
+        choices=("transformers", "openvino-genai", "llama-cpp-python"),
+        help="may be given several times (default: all that are installed)",
+    )
     engine.add_argument("--openvino-model", type=Path, help="the same model, exported to OpenVINO")
     engine.add_argument("--gguf", type=Path, help="the same model, as llama.cpp reads it")
 
@@ -657,6 +663,7 @@ def _run_bench_engine(arguments: argparse.Namespace) -> None:
                 repeats=1 if arguments.quick else arguments.repeats,
                 openvino_model=arguments.openvino_model,
                 gguf=arguments.gguf,
+                against=arguments.against,
                 progress=lambda text: print(text, file=sys.stderr),
             )
     if not arguments.json:

@@ -61,6 +61,23 @@ def test_offline_runs_all_five_and_compares_with_transformers(folder: Path, caps
         assert row["ours_over_theirs"] == pytest.approx(ratio)
 
 
+def test_only_the_programs_that_are_named_are_run(folder: Path, capsys: Any) -> None:
+    chosen = ["--workload", "beams", "--against", "llama-cpp-python"]
+    main(["bench", "offline", "--quick", "--model", str(folder), *chosen, "--json"])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert "transformers" not in result["programs"]
+    assert [w["name"] for w in result["workloads"]] == ["beams"]
+
+
+def test_prefixes_that_prompts_share_are_found_at_every_fork(byte_tokenizer: Any) -> None:
+    workloads = {w.name: w for w in bench_engine.agent_workloads(byte_tokenizer)}
+    leaves = [ask.token_ids for ask in workloads["tree"].asks]
+    prefixes = bench_engine.common_prefixes(leaves)
+    assert [len(prefix) for prefix in prefixes] == [600, 700, 700, 700, 700]
+    assert all(any(leaf[: len(prefix)] == prefix for leaf in leaves) for prefix in prefixes)
+    assert bench_engine.common_prefixes([a.token_ids for a in workloads["mixed"].asks]) == []
+
+
 def test_both_programs_say_the_same_greedy_tokens(tiny_model: Any, byte_tokenizer: Any) -> None:
     model = tiny_model("llama", vocab_size=len(byte_tokenizer), seed=3)
     rival = bench_engine.Transformers(copy.deepcopy(model))
