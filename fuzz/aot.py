@@ -32,7 +32,7 @@ def main() -> int:
         head_dims=options.head_dims,
         tuned=not options.shipped,
     ):
-        name = f"{job.kernel:7} {job.target:10} {job.kv_dtype:9} {job.head_dim:4} {job.tile or ''}"
+        name = f"{job.kernel:12} {job.target:10} {job.kv_dtype:9} {job.head_dim:4} {job.tile or ''}"
         try:
             report = compile_kernel(job)
         except Exception as error:

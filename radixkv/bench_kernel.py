@@ -356,7 +356,7 @@ def compiled_lines(rows: Sequence[dict[str, object]]) -> list[str]:
         "GPU kernels, as the compilers make them"
         + ("." if torch.cuda.is_available() else " (there is no GPU here to time them on)."),
         (
-            f"{'kernel':8}{'format':10}{'target':12}{'registers':>10}{'spilled':>9}{'shared':>9}"
+            f"{'kernel':13}{'format':10}{'target':12}{'registers':>10}{'spilled':>9}{'shared':>9}"
             "  loads (bytes x count)"
         ),
     ]
@@ -365,7 +365,7 @@ def compiled_lines(rows: Sequence[dict[str, object]]) -> list[str]:
         assert isinstance(loads, dict)  # as compile_report makes it
         widths = ", ".join(f"{width} x {count}" for width, count in loads.items())
         lines.append(
-            f"{row['kernel']!s:8}{row['kv_dtype']!s:10}{row['target']!s:12}"
+            f"{row['kernel']!s:13}{row['kv_dtype']!s:10}{row['target']!s:12}"
             f"{row['registers']!s:>10}{row['spill_bytes']!s:>7} B{row['shared_bytes']!s:>7} B"
             f"  {widths}"
         )

@@ -84,10 +84,12 @@ SAMPLE = [
     CompileJob(
         "extend", "cuda 90", "int8", 64, rule=frozenset(["window", "softcap", "sinks", "slopes"])
     ),
+    CompileJob("extend parts", "cuda 90", "int4"),
     CompileJob("write", "cuda 80", "int4"),
     CompileJob("write", "cuda 90", "fp8"),
     CompileJob("rotate", "hip gfx942"),
     CompileJob("merge", "cuda 90"),
+    CompileJob("merge extend", "cuda 80", "int4"),
     CompileJob("copy", "cuda 80"),
 ]
 
