@@ -265,7 +265,7 @@ def _wide_loads(job: CompileJob) -> int:
     thread_bytes: int = 16 * tile.num_warps * TARGETS[job.target].warp_size
     count = 2 * (tile.block_n * row_bytes // thread_bytes)
     if job.kv_dtype == "int4":  # whose queries are float32 rows read in halves
-        count += tile.block_m * job.head_dim * 4 // thread_bytes
+        count += 2 * (tile.block_m * job.head_dim * 2 // thread_bytes)
     return count
 
 

@@ -40,8 +40,11 @@ class Tile:
 def shipped_tile(kernel: str, kv_dtype: str, head_dim: int) -> Tile:
     """What is used where nothing was tuned: chosen to compile without spills on every target."""
     # Padded columns and wide rows take more registers: half the tokens at a time.
-    block_n = 64 if head_dim in (64, 128) else 32
-    return Tile(16, block_n, 4, 3) if kernel == "decode" else Tile(32, block_n, 4, 2)
+    wide = (64,) if kernel == "shared" and kv_dtype != "int4" else (64, 128)
+    block_n = 64 if head_dim in wide else 32
+    if kernel == "decode":
+        return Tile(16, block_n, 4, 3 if head_dim <= 128 else 2)
+    return Tile(32, block_n, 4, 2)
 
 
 def candidates(kernel: str, kv_dtype: str, head_dim: int) -> tuple[Tile, ...]:

@@ -214,7 +214,8 @@ def _faults(codec: KVCodec, device: torch.device) -> Tensor:
     known: dict[torch.device, Tensor] = codec.__dict__.setdefault("_triton_faults", {})
     if device not in known:
         shape = (codec.spec.num_layers, gpu.FAULT_KINDS, codec.spec.num_kv_heads)
-        known[device] = torch.zeros(shape, dtype=torch.int32, device=device)
+        with torch.inference_mode(False):  # `settle` clears it outside of that mode
+            known[device] = torch.zeros(shape, dtype=torch.int32, device=device)
     return known[device]
 
 
