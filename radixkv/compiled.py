@@ -196,6 +196,8 @@ def compile_kernel(job: CompileJob) -> CompileReport:
     if job.kernel in TILED:
         tile = job_tile(job)
         options |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        if job.kernel in ("extend", "extend parts") and job.target.startswith("cuda"):
+            options["maxnreg"] = triton_backend.EXTEND_REGISTERS
     begin = time.perf_counter()
     source = ASTSource(function, signature, constexprs=constants, attrs=attrs)
     compiled = triton.compile(source, target=TARGETS[job.target], options=options)

@@ -44,7 +44,7 @@ def shipped_tile(kernel: str, kv_dtype: str, head_dim: int) -> Tile:
     block_n = 64 if head_dim in wide else 32
     if kernel == "decode":
         return Tile(16, block_n, 4, 3 if head_dim <= 128 else 2)
-    return Tile(32, block_n, 4, 2)
+    return Tile(32, block_n, 8 if kernel != "shared" and head_dim > 128 else 4, 2)
 
 
 def candidates(kernel: str, kv_dtype: str, head_dim: int) -> tuple[Tile, ...]:

@@ -36,6 +36,9 @@ EXTEND_SPLIT = 1024
 PARTS_BYTES = 32 << 20
 """Of partial results of extend at a time: they stay in a second-level cache of 40 MB or more."""
 
+EXTEND_REGISTERS = 255
+"""That a thread of extend may take on CUDA: by itself ptxas spills some to stay below 168."""
+
 MAX_HEAD_DIM = 256
 INTERPRETED = not isinstance(gpu.write_kernel, triton.runtime.JITFunction)
 
@@ -727,6 +730,7 @@ def _extend(
                 num_warps=tile.num_warps,
                 num_stages=tile.num_stages,
                 enable_fp_fusion=True,
+                **({} if torch.version.hip else {"maxnreg": EXTEND_REGISTERS}),
             )
         runs["extend"] += 1
         if num_splits > 1:
