@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 from radixkv.quant import KVCodec
 
 TILED_KERNELS = ("decode", "shared", "extend")
+_forced: dict[str, Tile] = {}
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,21 @@ def find_tile(kernel: str, codec: KVCodec, group: int, device: torch.device) -> 
 
     Complexity: O(1); the table is read once a process.
     """
+    if kernel in _forced:
+        return _forced[kernel]
     table = _read_table(table_path())
     found = table.get(_key(kernel, codec, group, _device_name(device))) if table else None
     return found or shipped_tile(kernel, codec.k_format.name, codec.k_format.head_dim)
+
+
+@contextmanager
+def forced(kernel: str, tile: Tile) -> Iterator[None]:
+    """Within this block `find_tile` gives ``tile`` for ``kernel``, so that it can be measured."""
+    _forced[kernel] = tile
+    try:
+        yield
+    finally:
+        del _forced[kernel]
 
 
 def tune(

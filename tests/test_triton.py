@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from radixkv import compiled, graphs, tiles
+from radixkv import bench_gpu, compiled, graphs, tiles
 from radixkv.attention import get_backend
 from radixkv.batch import Batch
+from radixkv.cli import main
 from radixkv.compiled import CompileJob, compile_kernel, faults_of
 from radixkv.config import KVConfig
 from radixkv.errors import UnsupportedModelError
@@ -269,3 +272,47 @@ def test_only_steps_of_one_wanted_token_a_sequence_run_as_graphs():
     assert not graphs.is_decode(
         Batch(two.input_ids, two.positions, two.logit_rows[:2], two.attention)
     )
+
+
+# The command line
+
+
+def test_tuning_without_a_gpu_says_so(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["bench", "kernel", "--tune"]) != 0
+    assert "--tune: expected a GPU to measure tiles on, found none" in capsys.readouterr().err
+
+
+def test_the_command_line_times_and_tunes_on_a_gpu(capsys, monkeypatch):
+    asked = []
+    timing = bench_gpu.GpuTiming(
+        "decode", "int8", (8, 32, 8, 128, 8192, 1), 5e-5, 1 << 27, 4e-5, 1e-4
+    )
+    result = {
+        "device": "a GPU",
+        "torch": "2",
+        "copy_gigabytes_per_s": 4300.0,
+        "timings": [asdict(timing), asdict(replace(timing, kernel="copy", sdpa_s=None))],
+    }
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench_gpu, "bench_gpu", lambda *a, **k: asked.append((a, k)) or result)
+    monkeypatch.setattr(bench_gpu, "tune_gpu", lambda *a, **k: asked.append((a, k)) or {"int8": {}})
+    assert main(["bench", "kernel", "--kv-dtype", "int8", "--heads", "8", "2", "64"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "a GPU, torch 2: a copy moves 4300 GB/s; times in ms"
+    assert lines[2].split() == [
+        "decode", "int8", "8,", "32,", "8,", "128,", "8192,", "1", "0.0500", "0.0400", "80%",
+        "0.1000", "-",
+    ]  # fmt: skip
+    assert len({len(line) for line in lines[1:-1]}) == 1  # columns stand below each other
+    assert json.loads(lines[-1]) == json.loads(json.dumps(result))
+    assert main(["bench", "kernel", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["device"] == "a GPU"
+    assert main(["bench", "kernel", "--tune"]) == 0
+    assert asked == [
+        ((["int8"],), {"heads": (8, 2, 64)}),
+        ((bench_gpu.KV_DTYPES,), {"heads": bench_gpu.HEADS}),
+        ((bench_gpu.KV_DTYPES,), {"heads": bench_gpu.HEADS}),
+    ]
+    assert main(["bench", "kernel", "--heads", "8", "3", "64"]) != 0
+    assert "--heads: expected query heads that are a multiple" in capsys.readouterr().err
