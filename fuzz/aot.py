@@ -1,6 +1,7 @@
 """Compile every GPU kernel for every target, format and tile, and check the machine code.
 
     python -m fuzz.aot                          # all of it: hours on two cores
+    python -m fuzz.aot --shipped                # the shipped tiles: 615 compilations
     python -m fuzz.aot --kernels decode --targets "cuda 90" --head-dims 64 128
 
 No GPU is needed. A line a kernel; exits with 1 if one does not compile, spills with the shipped
