@@ -1,6 +1,7 @@
 """Compile every GPU kernel for every target, format and tile, and check the machine code.
 
     python -m fuzz.aot                          # all of it: hours on two cores
+    python -m fuzz.aot --shipped                # the shipped tiles: 615 compilations
     python -m fuzz.aot --kernels decode --targets "cuda 90" --head-dims 64 128
 
 No GPU is needed. A line a kernel; exits with 1 if one does not compile, spills with the shipped
@@ -32,7 +33,7 @@ def main() -> int:
         head_dims=options.head_dims,
         tuned=not options.shipped,
     ):
-        name = f"{job.kernel:7} {job.target:10} {job.kv_dtype:9} {job.head_dim:4} {job.tile or ''}"
+        name = f"{job.kernel:12} {job.target:10} {job.kv_dtype:9} {job.head_dim:4} {job.tile or ''}"
         try:
             report = compile_kernel(job)
         except Exception as error:

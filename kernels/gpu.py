@@ -13,7 +13,7 @@ its codes begin at ``row * width``, its scales at ``row * num_scales``.
              that they share: a program reads SPLIT tokens once for all query heads of a KV head
              (and all queries of its tile) and leaves a partial result and its log-sum-exp
     merge    partial results of a query into one; sinks; output rotated back
-    extend   several query tokens of a sequence, causal: a program takes a tile of them
+    extend   several query tokens of a sequence, causal: a tile of them, over a split or over all
     copy     the first tokens of pages, scales included, in all layers
 
 Codes never become real values: K is multiplied as stored and its scales are folded into the
@@ -660,32 +660,45 @@ def split_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_columns"])
+@triton.jit(do_not_specialize=["num_columns", "num_seqs", "first_tile"])
 def merge_kernel(
     parts_out_ptr,  # [num_parts, num_q_heads, HEAD_DIM] float32
     parts_lse_ptr,  # [num_parts, num_q_heads] float32
     table_ptr,  # HAS_TABLE: [num_rows, num_columns] int32, parts of each row; -1 is none
     out_ptr,  # [num_tokens, num_q_heads, HEAD_DIM]
-    cu_seqlens_q_ptr,  # not HAS_TABLE: [num_rows + 1] int32
+    cu_seqlens_q_ptr,  # not HAS_TABLE: [num_seqs + 1] int32
     sinks_ptr,  # [num_q_heads] float32, read if HAS_SINKS
     num_columns,
     num_q_heads,
+    num_seqs,  # read if BLOCK_Q
+    first_tile,  # read if BLOCK_Q
     HAS_TABLE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROTATE: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    BLOCK_Q: tl.constexpr,  # tokens of a tile of `extend_kernel`; 0 for other parts
 ):
     """Grid (rows, tiles of BLOCK_H query heads): the weighted mean of a row's parts.
 
-    Not HAS_TABLE: row i is sequence i, its parts are the ``num_columns`` from
-    ``i * num_columns`` on, and its output row is ``cu_seqlens_q[i]``; sequences without exactly
-    one new token are passed over. HAS_TABLE: output row i.
+    HAS_TABLE: output row i. Else the parts of row i are the ``num_columns`` from
+    ``i * num_columns`` on. Without BLOCK_Q row i is sequence i, and its output row is
+    ``cu_seqlens_q[i]``; sequences without exactly one new token are passed over. With BLOCK_Q
+    it is a token of `extend_kernel`'s tiles from ``first_tile`` on.
     """
     BLOCK_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
     row = tl.program_id(0)
     out_row = row
-    if not HAS_TABLE:
+    if BLOCK_Q > 0:
+        tile = first_tile + row // BLOCK_Q
+        seq, local = _find(cu_seqlens_q_ptr, num_seqs, tile, BLOCK_Q)
+        local += row % BLOCK_Q
+        begin = tl.load(cu_seqlens_q_ptr + seq)
+        query_len = tl.load(cu_seqlens_q_ptr + seq + 1) - begin
+        if (local >= query_len) | (query_len == 1):
+            return
+        out_row = begin + local
+    elif not HAS_TABLE:
         out_row = tl.load(cu_seqlens_q_ptr + row)
         if tl.load(cu_seqlens_q_ptr + row + 1) - out_row != 1:
             return
@@ -730,10 +743,11 @@ def merge_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["num_seqs", "stride_table", "window"])
+@triton.jit(do_not_specialize=["num_seqs", "num_splits", "first_tile", "stride_table", "window"])
 def extend_kernel(
     q_ptr,  # [num_tokens, num_q_heads, HEAD_DIM], rotated if K is
-    out_ptr,  # [num_tokens, num_q_heads, V_HEAD_DIM], rotated if V is
+    out_ptr,  # [num_tokens, num_q_heads, V_HEAD_DIM], rotated if V is; PARTS: see below, float32
+    lse_ptr,  # PARTS: [tiles * BLOCK_Q, num_splits, num_q_heads] float32; -inf: saw no tokens
     k_pages_ptr,
     v_pages_ptr,
     k_scale_ptr,
@@ -745,6 +759,8 @@ def extend_kernel(
     sinks_ptr,  # [num_q_heads] float32, read if HAS_SINKS
     num_seqs,
     num_kv_heads,
+    num_splits,
+    first_tile,
     stride_table,
     stride_q_token,
     stride_q_head,
@@ -767,17 +783,23 @@ def extend_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    SPLIT: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Grid (tiles, KV heads x blocks of HEADS): tiles of BLOCK_M // HEADS tokens of a sequence.
+    """Grid (tiles from ``first_tile`` on, KV heads x blocks of HEADS, splits).
 
-    Sequences with one new token are left to `split_kernel`.
+    A tile is BLOCK_Q = BLOCK_M // HEADS tokens of a sequence; sequences with one new token are
+    left to `split_kernel`. PARTS: a program reads one split of SPLIT tokens and leaves a partial
+    result for `merge_kernel`, [tiles * BLOCK_Q, num_splits, num_q_heads, V_HEAD_DIM]; splits lie
+    at multiples of SPLIT from position 0, a tile's first is that of the first token it sees. Else
+    it reads all tokens and gives, in every bit, what merging one part would.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
     NUM_BLOCKS: tl.constexpr = (GROUP_SIZE + HEADS - 1) // HEADS
-    seq, local = _find(cu_seqlens_q_ptr, num_seqs, tl.program_id(0), BLOCK_Q)
+    seq, local = _find(cu_seqlens_q_ptr, num_seqs, first_tile + tl.program_id(0), BLOCK_Q)
     begin = tl.load(cu_seqlens_q_ptr + seq)
     query_len = tl.load(cu_seqlens_q_ptr + seq + 1) - begin
     if (local >= query_len) | (query_len == 1):
@@ -794,6 +816,16 @@ def extend_kernel(
     first = 0
     if HAS_WINDOW:
         first = tl.maximum(past + local - window + 1, 0)
+    num_q_heads = num_kv_heads * GROUP_SIZE
+    if PARTS:
+        # Partial results are few enough for int32, which leaves registers to the loop.
+        token = tl.program_id(0) * BLOCK_Q + offs_m // HEADS
+        part = (token * num_splits + tl.program_id(2)) * num_q_heads + q_head
+        split = first // SPLIT + tl.program_id(2)
+        first, last = tl.maximum(first, split * SPLIT), tl.minimum(last, (split + 1) * SPLIT)
+        if first >= last:
+            tl.store(lse_ptr + part, tl.full((BLOCK_M,), float("-inf"), tl.float32), mask=mask_m)
+            return
     query = (begin + in_seq).to(tl.int64)
     start = query * stride_q_token + q_head.to(tl.int64) * stride_q_head
     q_low, q_high, q_factor = _read_queries(
@@ -809,18 +841,24 @@ def extend_kernel(
         PAGE_SIZE, K_FORMAT, V_FORMAT, HEAD_DIM, V_HEAD_DIM, K_GROUP, V_GROUP, K_BLOCK, V_BLOCK,
         K_DOT, V_DOT, HAS_WINDOW, HAS_SOFTCAP, HAS_SLOPES, BLOCK_M, BLOCK_N,
     )  # fmt: skip
-    if HAS_SINKS:
-        sink = tl.load(sinks_ptr + q_head, mask=mask_m, other=float("-inf")) * _LOG2E
-        m_new = tl.maximum(m, sink)
-        decay = tl.exp2(m - m_new)
-        acc, acc_high = acc * decay[:, None], acc_high * decay[:, None]
-        l = l * decay + tl.exp2(sink - m_new)
     l_safe = tl.where(l == 0, 1.0, l)
-    place = (query * num_kv_heads * GROUP_SIZE + q_head) * V_HEAD_DIM
-    _store_rows(
-        out_ptr, place, mask_m, acc / l_safe[:, None], acc_high / l_safe[:, None],
-        V_FORMAT, V_HEAD_DIM, V_BLOCK,
-    )  # fmt: skip
+    lse = tl.where(l == 0, float("-inf"), (m + tl.log2(l_safe)) * _LN2)
+    acc, acc_high = acc / l_safe[:, None], acc_high / l_safe[:, None]
+    if PARTS:
+        tl.store(lse_ptr + part, lse, mask=mask_m)
+        place = part * V_HEAD_DIM
+    else:
+        place = (query * num_q_heads + q_head) * V_HEAD_DIM
+        if HAS_SINKS:
+            sink = tl.load(sinks_ptr + q_head, mask=mask_m, other=float("-inf"))
+            top = tl.maximum(sink, lse)
+            top = tl.where(top == float("-inf"), 0.0, top)
+            weight = tl.exp2((lse - top) * _LOG2E)
+            total = tl.exp2((sink - top) * _LOG2E) + weight
+            total = tl.where(total == 0, 1.0, total)
+            acc = acc * weight[:, None] / total[:, None]
+            acc_high = acc_high * weight[:, None] / total[:, None]
+    _store_rows(out_ptr, place, mask_m, acc, acc_high, V_FORMAT, V_HEAD_DIM, V_BLOCK)
 
 
 # ---------------------------------------------------------------- copying

@@ -87,15 +87,18 @@ def build_batch(runs: Sequence[Run], device: torch.device) -> Batch:
     def on_device(values: NDArray[Any]) -> Tensor:
         return torch.from_numpy(values).to(device, non_blocking=True)
 
+    attention = AttentionBatch(
+        slot_mapping=on_device(slots),
+        page_table=on_device(page_table),
+        seq_lens=on_device(seq_lens.astype(np.int32)),
+        cu_seqlens_q=on_device(cu_seqlens_q.astype(np.int32)),
+        runs=groups,
+    )
+    # Known here: no kernel has to ask the device.
+    attention.__dict__["host_lens"] = (seq_lens.tolist(), cu_seqlens_q.tolist())
     return Batch(
         input_ids=on_device(np.array([input_ids], dtype=np.int64)),
         positions=on_device(positions[None]),
         logit_rows=on_device(logit_rows),
-        attention=AttentionBatch(
-            slot_mapping=on_device(slots),
-            page_table=on_device(page_table),
-            seq_lens=on_device(seq_lens.astype(np.int32)),
-            cu_seqlens_q=on_device(cu_seqlens_q.astype(np.int32)),
-            runs=groups,
-        ),
+        attention=attention,
     )

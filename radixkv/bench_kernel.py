@@ -44,6 +44,7 @@ SHARED_GRID = tuple(
 )
 SHARED_HEADS = (32, 8, 128)
 PAGE_SIZE = 16
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -88,34 +89,43 @@ def _medians(calls: Sequence[Callable[[], object]], repeats: int) -> list[float]
     return [median(taken) for taken in times]
 
 
-def _empty_pages(codec: KVCodec, num_pages: int) -> LayerPages:
+def _empty_pages(codec: KVCodec, num_pages: int, device: str | torch.device = "cpu") -> LayerPages:
     def make(form: KVFormat) -> tuple[Tensor, Tensor]:
         shape = (num_pages, codec.spec.num_kv_heads, PAGE_SIZE)
-        codes = torch.zeros(*shape, form.code_width * form.code_dtype.itemsize).byte()
-        scale = torch.zeros(*shape, form.num_scales, dtype=torch.bfloat16)
+        num_bytes = form.code_width * form.code_dtype.itemsize
+        codes = torch.zeros(*shape, num_bytes, dtype=torch.uint8, device=device)
+        scale = torch.zeros(*shape, form.num_scales, dtype=torch.bfloat16, device=device)
         return codes.view(form.code_dtype), scale
 
     (k_pages, k_scale), (v_pages, v_scale) = make(codec.k_format), make(codec.v_format)
     return LayerPages(k_pages, v_pages, k_scale, v_scale)
 
 
-class _Load:
+class PagedLoad:
     """Dense K and V of a batch, and the same in pages in random order."""
 
-    def __init__(self, kv_dtype: str, shape: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        kv_dtype: str,
+        shape: tuple[int, ...],
+        backend: str = "cpu",
+        *,
+        device: torch.device = _CPU,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         batch, _, num_kv_heads, head_dim, seq_len = shape
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator(device).manual_seed(0)
         dense = (batch, num_kv_heads, seq_len, head_dim)
-        self.k = torch.randn(dense, generator=generator)
-        self.v = torch.randn(dense, generator=generator)
-        spec = KVSpec(num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        self.k = torch.randn(dense, generator=generator, device=device).to(dtype)
+        self.v = torch.randn(dense, generator=generator, device=device).to(dtype)
+        spec = KVSpec(num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype)
         self.codec = KVCodec(spec, KVConfig(dtype=kv_dtype, page_size=PAGE_SIZE))
-        self.backend = get_backend("cpu", torch.device("cpu"))
+        self.backend = get_backend(backend, device)
         pages = -(-seq_len // PAGE_SIZE)
-        order = torch.randperm(batch * pages, generator=generator) + 1
+        order = torch.randperm(batch * pages, generator=generator, device=device) + 1
         self.page_table = order.int().reshape(batch, pages)
-        self.layer = _empty_pages(self.codec, 1 + batch * pages)
-        position = torch.arange(seq_len)
+        self.layer = _empty_pages(self.codec, 1 + batch * pages, device)
+        position = torch.arange(seq_len, device=device)
         first = self.page_table[:, position // PAGE_SIZE].long() * PAGE_SIZE
         self.slots = first + position % PAGE_SIZE
         # Rows as a model gives them: [num_tokens, num_kv_heads, head_dim].
@@ -132,12 +142,16 @@ class _Load:
 
     def batch(self, query_len: int) -> AttentionBatch:
         num_seqs, seq_len = self.page_table.shape[0], self.slots.shape[1]
-        return AttentionBatch(
+        device = self.page_table.device
+        starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=device) * query_len
+        batch = AttentionBatch(
             slot_mapping=self.slots[:, -query_len:].flatten(),
             page_table=self.page_table,
-            seq_lens=torch.full((num_seqs,), seq_len, dtype=torch.int32),
-            cu_seqlens_q=torch.arange(num_seqs + 1, dtype=torch.int32) * query_len,
+            seq_lens=torch.full((num_seqs,), seq_len, dtype=torch.int32, device=device),
+            cu_seqlens_q=starts,
         )
+        batch.__dict__["host_lens"] = ([seq_len] * num_seqs, starts.tolist())
+        return batch
 
     def attend(self, q: Tensor, batch: AttentionBatch) -> Tensor:
         return self.backend.paged_attention(self.codec, self.layer, q, batch, self.rule)
@@ -148,17 +162,17 @@ def _queries(shape: tuple[int, ...], query_len: int) -> Tensor:
     return torch.randn(shape[0], shape[1], query_len, shape[3], generator=generator)
 
 
-def _require_close(kernel: str, load: _Load, got: Tensor, want: Tensor) -> None:
+def require_close(kernel: str, load: PagedLoad, got: Tensor, want: Tensor) -> None:
     # No figure for a wrong result: quantization moves these outputs by far less than this.
     allowed = 0.5 if load.codec.config.dtype in ("int4", "fp8_e5m2") else 0.1
-    error = float((got - want).abs().max())
+    error = float((got.float() - want.float()).abs().max())
     if not error <= allowed:
-        raise RuntimeError(f"{kernel}: result is {error:.3g} from torch's; not timed")
+        raise ArithmeticError(f"{kernel}: result is {error:.3g} from torch's; not timed")
 
 
 def time_decode(kv_dtype: str, shape: tuple[int, ...], repeats: int = 15) -> list[KernelTiming]:
     """Decode against SDPA, given one query a head and given the heads of a group as rows."""
-    load = _Load(kv_dtype, shape)
+    load = PagedLoad(kv_dtype, shape)
     q = _queries(shape, 1)
     batch_size, _, num_kv_heads, head_dim, _ = shape
     grouped = q.reshape(batch_size, num_kv_heads, -1, head_dim)
@@ -170,7 +184,7 @@ def time_decode(kv_dtype: str, shape: tuple[int, ...], repeats: int = 15) -> lis
     def sdpa_grouped() -> Tensor:
         return F.scaled_dot_product_attention(grouped, load.k, load.v)
 
-    _require_close("decode", load, load.attend(rows, batch), sdpa()[:, :, 0])
+    require_close("decode", load, load.attend(rows, batch), sdpa()[:, :, 0])
     plain, packed, ours = _medians([sdpa, sdpa_grouped, lambda: load.attend(rows, batch)], repeats)
     rate = load.bytes_read / ours / 1e9
     return [
@@ -243,7 +257,7 @@ def time_shared(
 
 def time_extend(kv_dtype: str, shape: tuple[int, ...], repeats: int = 7) -> list[KernelTiming]:
     """Extend of EXTEND_QUERIES tokens against SDPA with a causal mask."""
-    load = _Load(kv_dtype, shape)
+    load = PagedLoad(kv_dtype, shape)
     q = _queries(shape, EXTEND_QUERIES)
     rows, batch = q.transpose(1, 2).flatten(0, 1).contiguous(), load.batch(EXTEND_QUERIES)
     seq_len = shape[4]
@@ -252,7 +266,7 @@ def time_extend(kv_dtype: str, shape: tuple[int, ...], repeats: int = 7) -> list
     def sdpa() -> Tensor:
         return F.scaled_dot_product_attention(q, load.k, load.v, attn_mask=mask, enable_gqa=True)
 
-    _require_close("extend", load, load.attend(rows, batch), sdpa().transpose(1, 2).flatten(0, 1))
+    require_close("extend", load, load.attend(rows, batch), sdpa().transpose(1, 2).flatten(0, 1))
     rival, ours = _medians([sdpa, lambda: load.attend(rows, batch)], repeats)
     rate = load.bytes_read / ours / 1e9
     return [KernelTiming("extend", kv_dtype, shape, ours, "sdpa, masked", rival / ours, rate)]
@@ -260,7 +274,7 @@ def time_extend(kv_dtype: str, shape: tuple[int, ...], repeats: int = 7) -> list
 
 def time_write(kv_dtype: str, shape: tuple[int, ...], repeats: int = 15) -> list[KernelTiming]:
     """Quantize and scatter one sequence's rows against a plain copy of them."""
-    load = _Load(kv_dtype, (1, *shape[1:]))
+    load = PagedLoad(kv_dtype, (1, *shape[1:]))
     k, v = torch.empty_like(load.k_rows[0]), torch.empty_like(load.v_rows[0])
 
     def copy() -> None:
@@ -356,7 +370,7 @@ def compiled_lines(rows: Sequence[dict[str, object]]) -> list[str]:
         "GPU kernels, as the compilers make them"
         + ("." if torch.cuda.is_available() else " (there is no GPU here to time them on)."),
         (
-            f"{'kernel':8}{'format':10}{'target':12}{'registers':>10}{'spilled':>9}{'shared':>9}"
+            f"{'kernel':13}{'format':10}{'target':12}{'registers':>10}{'spilled':>9}{'shared':>9}"
             "  loads (bytes x count)"
         ),
     ]
@@ -365,7 +379,7 @@ def compiled_lines(rows: Sequence[dict[str, object]]) -> list[str]:
         assert isinstance(loads, dict)  # as compile_report makes it
         widths = ", ".join(f"{width} x {count}" for width, count in loads.items())
         lines.append(
-            f"{row['kernel']!s:8}{row['kv_dtype']!s:10}{row['target']!s:12}"
+            f"{row['kernel']!s:13}{row['kv_dtype']!s:10}{row['target']!s:12}"
             f"{row['registers']!s:>10}{row['spill_bytes']!s:>7} B{row['shared_bytes']!s:>7} B"
             f"  {widths}"
         )

@@ -593,8 +593,21 @@ def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-dtype",
         choices=KV_DTYPES,
         action="append",
-        help="kernel: formats that are compiled, may be given several times; offline and online: "
-        "of the pages (int8)",
+        help="kernel: formats that are compiled, or timed on a GPU, may be given several times; "
+        "offline and online: of the pages (int8)",
+    )
+    parser.add_argument(
+        "--tune",
+        action="store_true",
+        help="kernel: measure every tile on the GPU and keep the fastest for this machine",
+    )
+    parser.add_argument(
+        "--heads",
+        type=int,
+        nargs=3,
+        default=(32, 8, 128),
+        metavar=("QUERY", "KV", "DIM"),
+        help="kernel, on a GPU: query heads, KV heads, head_dim (32 8 128, Llama-3-8B)",
     )
     parser.add_argument("--ids", choices=("list", "array"), default="list", help="as given (list)")
     parser.add_argument(
@@ -673,20 +686,48 @@ def _run_bench_engine(arguments: argparse.Namespace) -> None:
     print(json.dumps(result))
 
 
+def _run_bench_kernel(arguments: argparse.Namespace) -> None:
+    from importlib.util import find_spec
+
+    import torch
+
+    from radixkv import bench_gpu
+    from radixkv.bench_kernel import bench_kernels, compile_report, report
+
+    has_gpu = torch.cuda.is_available()
+    num_q_heads, num_kv_heads, head_dim = (require_int("--heads", n, 1) for n in arguments.heads)
+    heads = num_q_heads, num_kv_heads, head_dim
+    if num_q_heads % num_kv_heads:
+        raise ValueError(
+            f"--heads: expected query heads that are a multiple of the KV heads, got {heads}; the "
+            f"model's config names both"
+        )
+    if arguments.tune:
+        if not has_gpu:
+            raise RadixKVError(
+                "--tune: expected a GPU to measure tiles on, found none; the shipped tiles need "
+                "no tuning"
+            )
+        tuned = bench_gpu.tune_gpu(arguments.kv_dtype or bench_gpu.KV_DTYPES, heads=heads)
+        print(json.dumps(tuned))
+        return
+    if has_gpu and not arguments.compile_only:
+        measured = bench_gpu.bench_gpu(arguments.kv_dtype or bench_gpu.KV_DTYPES, heads=heads)
+        print(json.dumps(measured) if arguments.json else bench_gpu.gpu_report(measured))
+        return
+    result = {} if arguments.compile_only else bench_kernels()
+    if find_spec("triton"):
+        result["compiled"] = compile_report(arguments.kv_dtype or ("int8",))
+    print(json.dumps(result) if arguments.json else report(result))
+
+
 def _run_bench(arguments: argparse.Namespace) -> None:
     """Time the cache, the kernels, or whole workloads beside other programs."""
     if arguments.what in ("steps", "offline", "online"):
         _run_bench_engine(arguments)
         return
     if arguments.what == "kernel":
-        from importlib.util import find_spec
-
-        from radixkv.bench_kernel import bench_kernels, compile_report, report
-
-        result = {} if arguments.compile_only else bench_kernels()
-        if find_spec("triton"):
-            result["compiled"] = compile_report(arguments.kv_dtype or ("int8",))
-        print(json.dumps(result) if arguments.json else report(result))
+        _run_bench_kernel(arguments)
         return
     from dataclasses import asdict
 

@@ -35,8 +35,10 @@ TARGETS = {
 SHARED_LIMITS = {"cuda 80": 163 * 1024, "cuda 90": 227 * 1024, "hip gfx942": 64 * 1024}
 """Bytes of shared memory that one program may have on each target."""
 
-KERNELS = ("write", "rotate", "decode", "shared", "extend", "merge", "copy")
-TILED = ("decode", "shared", "extend")
+KERNELS = (
+    "write", "rotate", "decode", "shared", "extend", "extend parts", "merge", "merge extend", "copy"
+)  # fmt: skip
+TILED = ("decode", "shared", "extend", "extend parts")
 FORMATS = ("int8", "fp8", "fp8_e5m2", "int4", "model")
 
 _TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
@@ -143,13 +145,18 @@ def _source(job: CompileJob) -> tuple[Any, dict[str, Any], dict[str, str]]:
     if job.kernel == "copy":
         constants = triton_backend.copy_constants(codec)
         return gpu.copy_kernel, constants, types | dict.fromkeys(types, "*u8")
-    if job.kernel == "merge":
-        constants = triton_backend.merge_constants(codec, has_table=False) | sinks
-        return gpu.merge_kernel, constants, types
+    if job.kernel in ("merge", "merge extend"):
+        block_q = 8 if job.kernel == "merge extend" else 0
+        constants = triton_backend.merge_constants(codec, has_table=False, block_q=block_q)
+        if block_q and codec.rotate_v:
+            types["out_ptr"] = "*fp32"
+        return gpu.merge_kernel, constants | sinks, types
     constants = triton_backend.attention_constants(codec, job.dtype, job.group, rule, job_tile(job))
-    if job.kernel == "extend":
-        types["out_ptr"] = "*fp32" if codec.rotate_v else model
-        return gpu.extend_kernel, constants | sinks, types
+    if job.kernel in ("extend", "extend parts"):
+        parts = job.kernel == "extend parts"
+        types["out_ptr"] = "*fp32" if codec.rotate_v or parts else model
+        constants |= sinks | {"PARTS": parts, "SPLIT": triton_backend.EXTEND_SPLIT}
+        return gpu.extend_kernel, constants, types
     constants |= {
         "SHARED": job.kernel == "shared",
         "HAS_STARTS": job.kernel == "shared",
@@ -189,6 +196,8 @@ def compile_kernel(job: CompileJob) -> CompileReport:
     if job.kernel in TILED:
         tile = job_tile(job)
         options |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        if job.kernel in ("extend", "extend parts") and job.target.startswith("cuda"):
+            options["maxnreg"] = triton_backend.EXTEND_REGISTERS
     begin = time.perf_counter()
     source = ASTSource(function, signature, constexprs=constants, attrs=attrs)
     compiled = triton.compile(source, target=TARGETS[job.target], options=options)
@@ -258,7 +267,7 @@ def _wide_loads(job: CompileJob) -> int:
     thread_bytes: int = 16 * tile.num_warps * TARGETS[job.target].warp_size
     count = 2 * (tile.block_n * row_bytes // thread_bytes)
     if job.kv_dtype == "int4":  # whose queries are float32 rows read in halves
-        count += tile.block_m * job.head_dim * 4 // thread_bytes
+        count += 2 * (tile.block_m * job.head_dim * 2 // thread_bytes)
     return count
 
 

@@ -3,11 +3,16 @@
 A captured step runs with the shapes and addresses that it was captured with. So a batch is copied
 into the bucket's own tensors, and padded: sequences of one token that write to and read from
 `NULL_PAGE`. Kernels give a sequence the same bits whatever is beside it, so padding changes none.
+
+Graphs hold the addresses of weights: their owner makes new ones when weights were changed.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +25,8 @@ Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 """Turns a step into one that replays it: `capture_cuda`, or what a test on a CPU passes."""
 
 MAX_SEQS = 256  # larger batches are held by arithmetic, not by launches
+
+logger = logging.getLogger("radixkv")
 
 
 def is_decode(batch: Batch) -> bool:
@@ -58,29 +65,41 @@ def fill_bucket(bucket: Batch, batch: Batch) -> None:
     """Copy a decode batch over the first rows of ``bucket``; the rest becomes padding."""
     num_seqs, max_pages = batch.attention.page_table.shape
     ours, theirs = bucket.attention, batch.attention
+    # Padding begins with a token of the batch: what no one asked for may give NaN.
     for target, source, padding in (
-        (bucket.input_ids[0], batch.input_ids[0], 0),
+        (bucket.input_ids[0], batch.input_ids[0], batch.input_ids[0, 0]),
         (bucket.positions[0], batch.positions[0], 0),
         (ours.slot_mapping, theirs.slot_mapping, 0),
         (ours.seq_lens, theirs.seq_lens, 1),
     ):
-        target[num_seqs:].fill_(padding)
+        target[num_seqs:] = padding
         target[:num_seqs].copy_(source)
     ours.page_table.fill_(NULL_PAGE)
     ours.page_table[:num_seqs, :max_pages].copy_(theirs.page_table)
 
 
-def capture_cuda(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Capture ``compute`` as a CUDA graph; the result replays it and gives the same tensor."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
+def capture_cuda(compute: Callable[[], Tensor], pool: Any = None) -> Callable[[], Tensor]:
+    """Capture ``compute`` as a CUDA graph; the result replays it and gives the same tensor.
+
+    Args:
+        pool: memory that graphs share, as ``torch.cuda.graph_pool_handle`` gives it; right where
+            none is replayed before the last one's tensor was copied.
+    Raises:
+        RuntimeError: ``compute`` cannot be captured; the current stream is as it was.
+    """
+    stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    stream.wait_stream(current)
     with torch.cuda.stream(stream):  # kernels compile and libraries allocate before the capture
         for _ in range(2):
             compute()
-    torch.cuda.current_stream().wait_stream(stream)
+    current.wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = compute()
+    try:
+        # Other threads of the process may go on using the GPU.
+        with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+            out = compute()
+    finally:
+        torch.cuda.set_stream(current)  # a capture that fails leaves its own
 
     def replay() -> Tensor:
         graph.replay()
@@ -89,8 +108,12 @@ def capture_cuda(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return replay
 
 
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 class DecodeGraphs:
-    """Runs decode batches through captured steps.
+    """Runs decode batches through captured steps; plainly once a capture has failed.
 
     Args:
         compute: a step without host synchronisation: logits of a batch, [num_seqs, vocab_size].
@@ -105,6 +128,7 @@ class DecodeGraphs:
         self._compute = compute
         self._capture = capture
         self._captured: dict[tuple[int, int], tuple[Batch, Callable[[], Tensor]]] = {}
+        self._can_capture = True
 
     def __len__(self) -> int:
         return len(self._captured)
@@ -112,11 +136,23 @@ class DecodeGraphs:
     def run(self, batch: Batch) -> Tensor:
         """Logits of a decode batch, [num_seqs, vocab_size]; captures its bucket on first use."""
         num_seqs, max_pages = batch.attention.page_table.shape
-        key = bucket_of(num_seqs, max_pages)
-        if key not in self._captured:
-            bucket = empty_bucket(*key, batch.input_ids.device)
-            # Captured over padding alone: warming up writes to no page of a sequence.
-            self._captured[key] = bucket, self._capture(lambda: self._compute(bucket))
-        bucket, replay = self._captured[key]
-        fill_bucket(bucket, batch)
-        return replay()[:num_seqs].clone()
+        key, device = bucket_of(num_seqs, max_pages), batch.input_ids.device
+        with _on(device):
+            if key not in self._captured and self._can_capture:
+                bucket = empty_bucket(*key, device)
+                # Captured over padding alone: warming up writes to no page of a sequence.
+                bucket.input_ids.copy_(batch.input_ids[:, :1])
+                try:
+                    self._captured[key] = bucket, self._capture(lambda: self._compute(bucket))
+                except RuntimeError as error:  # torch's, for all that cannot be captured
+                    self._can_capture = False
+                    logger.warning(
+                        "RADIXKV_CUDA_GRAPHS: a decode step could not be captured (%s); new "
+                        "sizes run without graphs",
+                        error,
+                    )
+            if key not in self._captured:
+                return self._compute(batch)
+            bucket, replay = self._captured[key]
+            fill_bucket(bucket, batch)
+            return replay()[:num_seqs].clone()

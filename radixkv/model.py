@@ -14,7 +14,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -346,7 +346,10 @@ class ModelRunner:
         self._rules: dict[int, ScoreRule] = {}
         # Not the default before it has been measured on a GPU.
         wanted = self.device.type == "cuda" and os.environ.get("RADIXKV_CUDA_GRAPHS") == "1"
-        self._capture: Capture | None = capture_cuda if wanted else None
+        self._capture: Capture | None = None
+        if wanted:
+            self._capture = partial(capture_cuda, pool=torch.cuda.graph_pool_handle())
+        self._graphs: tuple[PrefixCache, DecodeGraphs] | None = None
 
     @classmethod
     def load(cls, model: Any) -> ModelRunner:
@@ -539,6 +542,7 @@ class ModelRunner:
     def forget(self) -> None:
         """Ask the model's attention anew what it wants: its weights were changed."""
         self._rules.clear()
+        self._graphs = None  # they hold the addresses of the old ones
         for name in ("_k_sample", "k_center"):
             self.__dict__.pop(name, None)
 
@@ -599,13 +603,25 @@ class ModelRunner:
                 )
             return logits if self._keeps_logits else logits[batch.logit_rows]
 
-        if self._capture is not None and backend.name == "triton" and is_decode(batch):
-            known: dict[int, DecodeGraphs] = cache.__dict__.setdefault("_decode_graphs", {})
-            graphs = known.setdefault(id(self), DecodeGraphs(compute, self._capture))
-            with torch.inference_mode():
-                logits = graphs.run(batch)
-        else:
-            logits = compute(batch)
+        # Shared runs are another for every batch; a graph would read them sequence by sequence.
+        reads_runs = batch.attention.runs and codec.config.shared_prefix == "always"
+        try:
+            if (
+                self._capture is None
+                or backend.name != "triton"
+                or reads_runs
+                or not is_decode(batch)
+            ):
+                logits = compute(batch)
+            else:
+                if self._graphs is None or self._graphs[0] is not cache:
+                    self._graphs = cache, DecodeGraphs(compute, self._capture)
+                with torch.inference_mode():
+                    logits = self._graphs[1].run(batch)
+        except BaseException:
+            with suppress(Exception):  # what this step noted is not the next one's fault
+                backend.settle(codec)
+            raise
         logits = logits.float()
         backend.settle(codec)  # waits for the GPU, as what follows does
         # A row's largest is NaN or +inf if any is; -inf only if all are (some may be barred).

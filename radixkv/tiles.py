@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 from radixkv.quant import KVCodec
 
 TILED_KERNELS = ("decode", "shared", "extend")
+_forced: dict[str, Tile] = {}
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,11 @@ class Tile:
 def shipped_tile(kernel: str, kv_dtype: str, head_dim: int) -> Tile:
     """What is used where nothing was tuned: chosen to compile without spills on every target."""
     # Padded columns and wide rows take more registers: half the tokens at a time.
-    block_n = 64 if head_dim in (64, 128) else 32
-    return Tile(16, block_n, 4, 3) if kernel == "decode" else Tile(32, block_n, 4, 2)
+    wide = (64,) if kernel == "shared" and kv_dtype != "int4" else (64, 128)
+    block_n = 64 if head_dim in wide else 32
+    if kernel == "decode":
+        return Tile(16, block_n, 4, 3 if head_dim <= 128 else 2)
+    return Tile(32, block_n, 8 if kernel != "shared" and head_dim > 128 else 4, 2)
 
 
 def candidates(kernel: str, kv_dtype: str, head_dim: int) -> tuple[Tile, ...]:
@@ -89,9 +94,21 @@ def find_tile(kernel: str, codec: KVCodec, group: int, device: torch.device) -> 
 
     Complexity: O(1); the table is read once a process.
     """
+    if kernel in _forced:
+        return _forced[kernel]
     table = _read_table(table_path())
     found = table.get(_key(kernel, codec, group, _device_name(device))) if table else None
     return found or shipped_tile(kernel, codec.k_format.name, codec.k_format.head_dim)
+
+
+@contextmanager
+def forced(kernel: str, tile: Tile) -> Iterator[None]:
+    """Within this block `find_tile` gives ``tile`` for ``kernel``, so that it can be measured."""
+    _forced[kernel] = tile
+    try:
+        yield
+    finally:
+        del _forced[kernel]
 
 
 def tune(

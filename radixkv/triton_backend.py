@@ -30,6 +30,15 @@ from radixkv_kernels import gpu
 SPLIT = 512
 """Tokens of a split: a power of two, the same for every batch, so that results are too."""
 
+EXTEND_SPLIT = 1024
+"""As `SPLIT`, of extend: its tiles have more work of their own, and more results to merge."""
+
+PARTS_BYTES = 32 << 20
+"""Of partial results of extend at a time: they stay in a second-level cache of 40 MB or more."""
+
+EXTEND_REGISTERS = 255
+"""That a thread of extend may take on CUDA: by itself ptxas spills some to stay below 168."""
+
 MAX_HEAD_DIM = 256
 INTERPRETED = not isinstance(gpu.write_kernel, triton.runtime.JITFunction)
 
@@ -190,14 +199,16 @@ def attention_constants(
     }
 
 
-def merge_constants(codec: KVCodec, *, has_table: bool) -> dict[str, Any]:
-    """Compile-time arguments of `merge_kernel` but for sinks."""
+def merge_constants(codec: KVCodec, *, has_table: bool, block_q: int = 0) -> dict[str, Any]:
+    """Compile-time arguments of `merge_kernel` but for sinks; ``block_q``: of extend's parts."""
     head_dim = codec.v_format.head_dim
     return {
         "HAS_TABLE": has_table,
         "HEAD_DIM": head_dim,
-        "ROTATE": rotation_log2(head_dim, codec.rotate_v),
+        # What extend leaves is rotated back all at once, with or without parts.
+        "ROTATE": rotation_log2(head_dim, codec.rotate_v and not block_q),
         "BLOCK_H": _MERGE_HEADS,
+        "BLOCK_Q": block_q,
     }
 
 
@@ -206,7 +217,8 @@ def _faults(codec: KVCodec, device: torch.device) -> Tensor:
     known: dict[torch.device, Tensor] = codec.__dict__.setdefault("_triton_faults", {})
     if device not in known:
         shape = (codec.spec.num_layers, gpu.FAULT_KINDS, codec.spec.num_kv_heads)
-        known[device] = torch.zeros(shape, dtype=torch.int32, device=device)
+        with torch.inference_mode(False):  # `settle` clears it outside of that mode
+            known[device] = torch.zeros(shape, dtype=torch.int32, device=device)
     return known[device]
 
 
@@ -452,6 +464,8 @@ def _merge(
     cu_seqlens_q: Tensor | None,
     num_rows: int,
     num_columns: int,
+    first_tile: int = 0,
+    block_q: int = 0,
 ) -> None:
     like, num_q_heads = parts[1], out.shape[1]
     with _on(out.device):
@@ -463,8 +477,10 @@ def _merge(
             _optional(rule.sinks, like),
             num_columns,
             num_q_heads,
+            0 if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1,
+            first_tile,
             HAS_SINKS=rule.sinks is not None,
-            **merge_constants(codec, has_table=table is not None),
+            **merge_constants(codec, has_table=table is not None, block_q=block_q),
             enable_fp_fusion=True,
         )
     runs["merge"] += 1
@@ -593,6 +609,72 @@ def shared_attention(
     )
 
 
+class Round(NamedTuple):
+    """Tiles of extend that one launch takes, ``first`` to ``stop - 1``, over so many splits."""
+
+    first: int
+    stop: int
+    num_splits: int
+
+
+def _known_lens(batch: AttentionBatch) -> tuple[list[int], list[int]] | None:
+    """``host_lens`` where nothing has to wait for them."""
+    known = batch.seq_lens.device.type == "cpu" or "host_lens" in batch.__dict__
+    return batch.host_lens if known else None
+
+
+def extend_rounds(
+    batch: AttentionBatch,
+    num_tokens: int,
+    *,
+    block_q: int,
+    row_bytes: int,
+    page_size: int,
+    window: int | None,
+) -> list[Round]:
+    """In which launches the tiles of `extend_kernel` run, so that partial results stay bounded.
+
+    A sequence of up to EXTEND_SPLIT tokens needs no parts, nor does a layer that sees no more.
+    Where the rounds are cut changes no result.
+
+    Args:
+        num_tokens: rows of q.
+        block_q: tokens of a tile.
+        row_bytes: of one token's partial result over one split.
+        window: the layer's sliding window.
+    """
+    longest = batch.page_table.shape[1] * page_size
+    most = triton.cdiv(longest, EXTEND_SPLIT)
+    if window is not None:  # that of a tile may begin and end inside splits
+        few = window <= EXTEND_SPLIT
+        most = 1 if few else min(most, (window + block_q - 2) // EXTEND_SPLIT + 2)
+    lens = _known_lens(batch)
+    if lens is None:
+        runs = [(0, num_tokens // block_q + batch.seq_lens.shape[0], longest)]
+    else:
+        runs = [
+            (start // block_q + i, stop // block_q + i + 1, seq_len)
+            for i, (seq_len, (start, stop)) in enumerate(
+                zip(lens[0], pairwise(lens[1]), strict=True)
+            )
+            if stop - start > 1
+        ]
+    rounds: list[Round] = []
+    for first, stop, seq_len in runs:
+        splits = min(most, triton.cdiv(seq_len, EXTEND_SPLIT))
+        room = max(1, PARTS_BYTES // (block_q * row_bytes * splits)) if splits > 1 else stop
+        for begin in range(first, stop, room):
+            end = min(begin + room, stop)
+            if rounds:
+                before, widest = rounds[-1], max(rounds[-1].num_splits, splits)
+                needed = (end - before.first) * block_q * row_bytes * widest
+                if widest == 1 or (min(before.num_splits, splits) > 1 and needed <= PARTS_BYTES):
+                    rounds[-1] = Round(before.first, end, widest)
+                    continue
+            rounds.append(Round(begin, end, splits))
+    return rounds
+
+
 def _extend(
     codec: KVCodec,
     layer: LayerPages,
@@ -603,41 +685,76 @@ def _extend(
 ) -> Tensor:
     """Outputs of sequences with several new tokens; the rows of others are anything."""
     num_tokens, num_q_heads, _ = q.shape
-    num_seqs, num_kv_heads = batch.seq_lens.shape[0], codec.spec.num_kv_heads
+    num_kv_heads, head_dim = codec.spec.num_kv_heads, codec.v_format.head_dim
     group = num_q_heads // num_kv_heads
     tile = find_tile("extend", codec, group, q.device)
     constants = attention_constants(codec, dtype, group, rule, tile)
-    shape = (num_tokens, num_q_heads, codec.v_format.head_dim)
+    block_q = constants["BLOCK_M"] // constants["HEADS"]
+    programs = num_kv_heads * triton.cdiv(group, constants["HEADS"])
     raw_dtype = torch.float32 if codec.rotate_v else dtype
-    out = torch.empty(shape, dtype=raw_dtype, device=q.device)
-    num_tiles = num_tokens // (constants["BLOCK_M"] // constants["HEADS"]) + num_seqs
-    with _on(q.device):
-        gpu.extend_kernel[(num_tiles, num_kv_heads * triton.cdiv(group, constants["HEADS"]))](
-            q,
-            out,
-            _read(codec.k_format, layer.k_pages),
-            _read(codec.v_format, layer.v_pages),
-            layer.k_scale,
-            layer.v_scale,
-            batch.page_table,
-            batch.seq_lens,
-            batch.cu_seqlens_q,
-            _optional(rule.alibi_slopes, out),
-            _optional(rule.sinks, out),
-            num_seqs,
-            num_kv_heads,
-            batch.page_table.stride(0),
-            *q.stride()[:2],
-            rule.softmax_scale,
-            rule.sliding_window or 0,
-            rule.softcap or 1.0,
-            HAS_SINKS=rule.sinks is not None,
-            **constants,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-            enable_fp_fusion=True,
+    out = torch.empty(num_tokens, num_q_heads, head_dim, dtype=raw_dtype, device=q.device)
+    plans = batch.__dict__.setdefault("_triton_rounds", {})
+    key = (block_q, num_q_heads, rule.sliding_window)
+    if key not in plans:  # once a step, for all layers that are alike
+        plans[key] = extend_rounds(
+            batch,
+            num_tokens,
+            block_q=block_q,
+            row_bytes=num_q_heads * (head_dim + 1) * 4,
+            page_size=codec.config.page_size,
+            window=rule.sliding_window,
         )
-    runs["extend"] += 1
+    for first, stop, num_splits in plans[key]:
+        parts = (out, out)
+        if num_splits > 1:
+            shape = ((stop - first) * block_q * num_splits, num_q_heads)
+            parts_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+            parts = parts_lse.new_empty(*shape, head_dim), parts_lse
+        with _on(q.device):
+            gpu.extend_kernel[(stop - first, programs, num_splits)](
+                q,
+                *parts,
+                _read(codec.k_format, layer.k_pages),
+                _read(codec.v_format, layer.v_pages),
+                layer.k_scale,
+                layer.v_scale,
+                batch.page_table,
+                batch.seq_lens,
+                batch.cu_seqlens_q,
+                _optional(rule.alibi_slopes, out),
+                _optional(rule.sinks, out),
+                batch.seq_lens.shape[0],
+                num_kv_heads,
+                num_splits,
+                first,
+                batch.page_table.stride(0),
+                *q.stride()[:2],
+                rule.softmax_scale,
+                rule.sliding_window or 0,
+                rule.softcap or 1.0,
+                HAS_SINKS=rule.sinks is not None,
+                PARTS=num_splits > 1,
+                SPLIT=EXTEND_SPLIT,
+                **constants,
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+                enable_fp_fusion=True,
+                **({} if torch.version.hip else {"maxnreg": EXTEND_REGISTERS}),
+            )
+        runs["extend"] += 1
+        if num_splits > 1:
+            _merge(
+                codec,
+                parts,
+                rule,
+                out,
+                table=None,
+                cu_seqlens_q=batch.cu_seqlens_q,
+                num_rows=(stop - first) * block_q,
+                num_columns=num_splits,
+                first_tile=first,
+                block_q=block_q,
+            )
     return rotate_rows(out, dtype) if codec.rotate_v else out
 
 
@@ -656,9 +773,9 @@ def paged_attention(
         return shared_attention(codec, layer, q, batch, batch.runs, rule)
     queries = _queries(codec, q)
     decodes = extends = True
-    if q.device.type == "cpu" or "host_lens" in batch.__dict__:  # known without waiting
-        starts = batch.host_lens[1]
-        query_lens = [b - a for a, b in pairwise(starts)]
+    lens = _known_lens(batch)
+    if lens is not None:
+        query_lens = [b - a for a, b in pairwise(lens[1])]
         decodes, extends = 1 in query_lens, any(n > 1 for n in query_lens)
     if extends:
         out = _extend(codec, layer, queries, batch, rule, q.dtype)

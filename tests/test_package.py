@@ -85,6 +85,7 @@ IMPORT_ORDER = [
     "bench_cache",
     "compiled",
     "bench_kernel",
+    "bench_gpu",
     "bench_linear",
     "bench_snapshot",
     "demo",

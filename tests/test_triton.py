@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from radixkv import compiled, tiles
+from radixkv import bench_gpu, compiled, graphs, tiles
 from radixkv.attention import get_backend
+from radixkv.batch import Batch
+from radixkv.cli import main
 from radixkv.compiled import CompileJob, compile_kernel, faults_of
 from radixkv.config import KVConfig
+from radixkv.errors import UnsupportedModelError
+from radixkv.graphs import DecodeGraphs
 from radixkv.quant import KVCodec, KVSpec
+from radixkv.reference import AttentionBatch
 from radixkv.tiles import Tile
 
 HERE = Path(__file__).resolve().parent
@@ -84,10 +91,12 @@ SAMPLE = [
     CompileJob(
         "extend", "cuda 90", "int8", 64, rule=frozenset(["window", "softcap", "sinks", "slopes"])
     ),
+    CompileJob("extend parts", "cuda 90", "int4"),
     CompileJob("write", "cuda 80", "int4"),
     CompileJob("write", "cuda 90", "fp8"),
     CompileJob("rotate", "hip gfx942"),
     CompileJob("merge", "cuda 90"),
+    CompileJob("merge extend", "cuda 80", "int4"),
     CompileJob("copy", "cuda 80"),
 ]
 
@@ -166,3 +175,144 @@ def test_a_device_that_no_tile_fits_is_named(codec):
 
     with pytest.raises(RuntimeError, match="no tile of decode runs on cpu"):
         tiles.tune("decode", codec, 4, CPU, measure)
+
+
+# Decode graphs, with captures that stand in for CUDA's
+
+
+def decode_batch(num_seqs: int, max_pages: int) -> Batch:
+    """Sequences of other ids, positions, lengths, slots and pages than padding has."""
+    attention = AttentionBatch(
+        slot_mapping=torch.arange(num_seqs) + 100,
+        page_table=torch.arange(num_seqs * max_pages, dtype=torch.int32).reshape(num_seqs, -1) + 5,
+        seq_lens=torch.arange(num_seqs, dtype=torch.int32) + 30,
+        cu_seqlens_q=torch.arange(num_seqs + 1, dtype=torch.int32),
+    )
+    ids = torch.arange(num_seqs)[None]
+    return Batch(ids + 50, ids + 29, torch.arange(num_seqs), attention)
+
+
+def stand_in(batch: Batch) -> torch.Tensor:
+    """A step: what becomes of a sequence depends on all that is given for it, and on no other."""
+    attention = batch.attention
+    rows = batch.input_ids[0] + 1000 * batch.positions[0] + attention.slot_mapping
+    rows = rows + attention.seq_lens + attention.page_table.sum(1)
+    return torch.stack([rows.float(), rows.float() / 7], dim=1)
+
+
+def test_a_bucket_serves_every_batch_that_fits_and_keeps_nothing_of_the_last_one():
+    made = []
+
+    def capture(compute):
+        (bucket,) = (cell.cell_contents for cell in compute.__closure__ if is_batch(cell))
+        assert (bucket.attention.slot_mapping == 0).all()  # of the null page alone
+        assert (bucket.attention.page_table == 0).all()
+        assert (bucket.input_ids == 50).all()
+        out = compute()
+        addresses = [id(t) for t in (bucket.input_ids, bucket.positions, bucket.attention)]
+
+        def replay():
+            assert addresses == [
+                id(t) for t in (bucket.input_ids, bucket.positions, bucket.attention)
+            ]
+            return out.copy_(compute())  # into the tensor that the capture gave
+
+        made.append(bucket)
+        return replay
+
+    run = DecodeGraphs(stand_in, capture).run
+    first = run(decode_batch(4, 20))
+    want = stand_in(decode_batch(4, 20))
+    for num_seqs, max_pages in ((3, 17), (4, 32), (3, 20)):
+        batch = decode_batch(num_seqs, max_pages)
+        assert torch.equal(run(batch), stand_in(batch))
+    assert torch.equal(first, want)  # not the graph's own tensor
+    (bucket,) = made
+    assert bucket.attention.page_table[3:].count_nonzero() == 0  # padding has no pages
+    assert bucket.attention.seq_lens[3] == 1
+    assert bucket.input_ids[0, 3] == 50  # a token of the batch
+    run(decode_batch(5, 20))
+    assert len(made) == 2
+
+
+def is_batch(cell) -> bool:
+    return isinstance(cell.cell_contents, Batch)
+
+
+def test_a_capture_that_fails_is_logged_once_and_steps_run_without(caplog):
+    asked = []
+
+    def capture(compute):
+        asked.append(compute)
+        if len(asked) == 2:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return compute
+
+    runner = DecodeGraphs(stand_in, capture)
+    for num_seqs in (2, 3, 9, 3, 2):
+        batch = decode_batch(num_seqs, 20)
+        assert torch.equal(runner.run(batch), stand_in(batch))
+    assert (len(asked), len(runner)) == (2, 1)  # what was captured is still used
+    (said,) = [r.message for r in caplog.records if "could not be captured" in r.message]
+    assert "(operation not permitted when stream is capturing); new sizes run without" in said
+
+
+def test_a_model_that_cannot_be_served_is_not_taken_for_a_failed_capture():
+    def capture(compute):
+        raise UnsupportedModelError("its attention was changed")
+
+    with pytest.raises(UnsupportedModelError):
+        DecodeGraphs(stand_in, capture).run(decode_batch(2, 20))
+
+
+def test_only_steps_of_one_wanted_token_a_sequence_run_as_graphs():
+    assert graphs.is_decode(decode_batch(3, 20))
+    assert not graphs.is_decode(decode_batch(graphs.MAX_SEQS + 1, 20))
+    two = decode_batch(3, 20)
+    assert not graphs.is_decode(
+        Batch(two.input_ids, two.positions, two.logit_rows[:2], two.attention)
+    )
+
+
+# The command line
+
+
+def test_tuning_without_a_gpu_says_so(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["bench", "kernel", "--tune"]) != 0
+    assert "--tune: expected a GPU to measure tiles on, found none" in capsys.readouterr().err
+
+
+def test_the_command_line_times_and_tunes_on_a_gpu(capsys, monkeypatch):
+    asked = []
+    timing = bench_gpu.GpuTiming(
+        "decode", "int8", (8, 32, 8, 128, 8192, 1), 5e-5, 1 << 27, 4e-5, 1e-4
+    )
+    result = {
+        "device": "a GPU",
+        "torch": "2",
+        "copy_gigabytes_per_s": 4300.0,
+        "timings": [asdict(timing), asdict(replace(timing, kernel="copy", sdpa_s=None))],
+    }
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench_gpu, "bench_gpu", lambda *a, **k: asked.append((a, k)) or result)
+    monkeypatch.setattr(bench_gpu, "tune_gpu", lambda *a, **k: asked.append((a, k)) or {"int8": {}})
+    assert main(["bench", "kernel", "--kv-dtype", "int8", "--heads", "8", "2", "64"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "a GPU, torch 2: a copy moves 4300 GB/s; times in ms"
+    assert lines[2].split() == [
+        "decode", "int8", "8,", "32,", "8,", "128,", "8192,", "1", "0.0500", "0.0400", "80%",
+        "0.1000", "-",
+    ]  # fmt: skip
+    assert len({len(line) for line in lines[1:-1]}) == 1  # columns stand below each other
+    assert json.loads(lines[-1]) == json.loads(json.dumps(result))
+    assert main(["bench", "kernel", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["device"] == "a GPU"
+    assert main(["bench", "kernel", "--tune"]) == 0
+    assert asked == [
+        ((["int8"],), {"heads": (8, 2, 64)}),
+        ((bench_gpu.KV_DTYPES,), {"heads": bench_gpu.HEADS}),
+        ((bench_gpu.KV_DTYPES,), {"heads": bench_gpu.HEADS}),
+    ]
+    assert main(["bench", "kernel", "--heads", "8", "3", "64"]) != 0
+    assert "--heads: expected query heads that are a multiple" in capsys.readouterr().err

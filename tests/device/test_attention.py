@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ SPLIT = 64  # small, so that short sequences have several
 @pytest.fixture(autouse=True)
 def small_splits(monkeypatch) -> None:
     monkeypatch.setattr(triton_backend, "SPLIT", SPLIT)
+    monkeypatch.setattr(triton_backend, "EXTEND_SPLIT", SPLIT)
     torch.manual_seed(0)
 
 
@@ -290,13 +292,114 @@ def test_a_sequences_result_does_not_depend_on_the_batch(dtype, row_by_row):
         assert torch.equal(alone, together[i])
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4", "model"])
-def test_a_query_of_a_prompt_does_not_depend_on_how_the_prompt_is_cut(dtype, row_by_row):
-    case = Case(dtype, group=3, seq_lens=(100,), query_lens=(30,))
+@pytest.mark.parametrize(
+    ("dtype", "fields"),
+    [
+        ("int8", {}),
+        ("int8", {"sinks": torch.tensor([0.5, -1.0, 9.0])}),
+        ("int4", {"sliding_window": 70}),
+        ("model", {}),
+    ],
+)
+def test_a_query_of_a_prompt_does_not_depend_on_how_the_prompt_is_cut(dtype, fields, row_by_row):
+    # Up to a split's length a chunk is read in one go, beyond it in parts that are merged.
+    case = Case(dtype, group=3, head_dim=32, seq_lens=(90,), query_lens=(40,))
+    case.rule = replace(case.rule, **on_device(fields))
     whole = case.run()
-    head = case.run(case.q[:17], case.make_batch((87,), (17,)))
-    tail = case.run(case.q[17:], case.make_batch((100,), (13,)))
-    assert torch.equal(torch.cat([head, tail]), whole)
+    parts = []
+    for start, stop in pairwise((0, 10, 14, 17, 40)):
+        before = triton_backend.runs.copy()
+        batch = case.make_batch((50 + stop,), (stop - start,))
+        parts.append(case.run(case.q[start:stop], batch))
+        assert ("merge" in triton_backend.runs - before) == (50 + stop > SPLIT)
+    assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_a_few_queries_after_a_long_prefix_read_it_in_splits(dtype):
+    case = Case(dtype, seq_lens=(200, 40, 65, 9), query_lens=(3, 3, 2, 1), group=3)
+    # Four splits, one (no parts), two; the last sequence is decode's.
+    assert launches(case) == {"extend": 3, "decode": 1, "merge": 3}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        RULES["all"] | {"sliding_window": None},
+        RULES["all"] | {"sliding_window": 100},
+        {"sliding_window": SPLIT + 1},
+    ],
+)
+def test_score_rules_over_a_long_prefix_equal_float64(fields):
+    case = Case(num_kv_heads=2, seq_lens=(200,), query_lens=(3,), key_size=4.0)
+    case.rule = replace(case.rule, **on_device(fields))
+    assert launches(case) == {"extend": 1, "merge": 1}
+
+
+def test_extend_gives_the_same_bits_in_however_many_launches(monkeypatch):
+    lens = (140, 30), (25, 10)
+    case = Case(seq_lens=lens[0], query_lens=lens[1], group=3)
+    want = case.run()
+    monkeypatch.setattr(triton_backend, "PARTS_BYTES", 1 << 14)
+    case.batch = case.make_batch(*lens)
+    before = triton_backend.runs["extend"]
+    assert torch.equal(case.run(), want)
+    assert triton_backend.runs["extend"] == before + 4  # three tiles by themselves, one without
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_rounds_take_every_tile_once_and_bound_the_partial_results(data):
+    lens = data.draw(
+        st.lists(
+            st.tuples(st.integers(0, 2000), st.integers(0, 300)).filter(sum), min_size=1, max_size=6
+        )
+    )
+    query_lens = [new for _, new in lens]
+    seq_lens = [past + new for past, new in lens]
+    block_q, row_bytes = data.draw(st.sampled_from([1, 8, 32])), data.draw(st.integers(4, 1 << 18))
+    window = data.draw(st.sampled_from([None, 1, SPLIT, SPLIT + 1, 500]))
+    known = data.draw(st.booleans())
+    batch = AttentionBatch(
+        slot_mapping=torch.zeros(0),
+        page_table=torch.zeros(len(lens), -(-max(seq_lens) // 16)),
+        seq_lens=torch.tensor(seq_lens),
+        cu_seqlens_q=torch.tensor([0, *query_lens]).cumsum(0),
+    )
+    if not known:  # as on a GPU, whose values nobody waits for
+        batch = replace(batch, seq_lens=batch.seq_lens.to("meta"))
+    rounds = triton_backend.extend_rounds(
+        batch, sum(query_lens), block_q=block_q, row_bytes=row_bytes, page_size=16, window=window
+    )
+    assert all(a.stop <= b.first for a, b in pairwise(rounds))
+    for first, stop, splits in rounds:
+        needed = (stop - first) * block_q * row_bytes * splits
+        assert splits == 1 or stop - first == 1 or needed <= triton_backend.PARTS_BYTES
+    owned = [next((r for r in rounds if r.first <= tile < r.stop), None) for tile in range(4000)]
+    start = 0
+    for i, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        for local in range(0, query_len if query_len > 1 else 0, block_q):
+            mine = owned[start // block_q + i + local // block_q]
+            last = min(seq_len - query_len + local + block_q, seq_len) - 1
+            seen = 0 if window is None else max(0, seq_len - query_len + local - window + 1)
+            narrow = window is not None and window <= SPLIT
+            assert mine.num_splits >= (1 if narrow else last // SPLIT - seen // SPLIT + 1)
+        start += query_len
+
+
+def test_a_small_chunk_after_a_long_prefix_fills_a_gpu(monkeypatch):
+    # Llama-3-8B: 8 KV heads, tiles of 8 tokens; 132 processors are to have work.
+    monkeypatch.setattr(triton_backend, "EXTEND_SPLIT", 1024)
+    batch = AttentionBatch(
+        slot_mapping=torch.zeros(0),
+        page_table=torch.zeros(1, 512),
+        seq_lens=torch.tensor([8192]),
+        cu_seqlens_q=torch.tensor([0, 16]),
+    )
+    (found,) = triton_backend.extend_rounds(
+        batch, 16, block_q=8, row_bytes=32 * 129 * 4, page_size=16, window=None
+    )
+    assert (found.stop - found.first, found.num_splits) == (3, 8)  # two tiles have tokens
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
