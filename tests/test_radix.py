@@ -233,7 +233,7 @@ def test_lfu_keeps_what_is_used_often_and_priority_what_is_dear() -> None:
 
 def test_eviction_looks_at_no_held_leaf() -> None:
     """Held leaves are not in the queue at all, and come back to it as they are given back."""
-    owner = Owner(1, 3000)
+    owner = Owner(1, 3000, "lfu")
     queued = owner.tree.kernel.NUM_QUEUED
     held = [owner.pool.allocate(1) for _ in range(1000)]
     for i, page in enumerate(held):
