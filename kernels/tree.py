@@ -36,7 +36,10 @@ from typing import Any
 COMPILED = not __name__.endswith("_plain")
 if COMPILED:
     try:
-        from numba import njit
+        from llvmlite import ir
+        from numba import njit, types
+        from numba.core import cgutils
+        from numba.extending import intrinsic
     except ImportError:
         COMPILED = False
 
@@ -55,8 +58,9 @@ QUEUED = 8  # where in the heap; IN_LIST; 0 if in neither
 OLDER, NEWER = 9, 10  # its neighbours in the list
 STANDS_FOR = 11  # the tree's page that this duplicate of it holds
 ROOT = 12  # of its namespace
-NUM_LINKS = 16  # so that a row is what a processor reads at once
+NUM_LINKS = 13
 IN_LIST = -1
+LOOK_AHEAD = 8  # pages whose neighbours are fetched before they are evicted
 
 # keys; POLICY names the column that is looked at first, LAST_ACCESS decides between equals
 LAST_ACCESS, NUM_HITS, PRIORITY, EXPIRES = 0, 1, 2, 3
@@ -92,6 +96,28 @@ def _inline(function: Callable[..., Any]) -> Callable[..., Any]:
         no_cpython_wrapper=True,
         no_cfunc_wrapper=True,
     )(function)
+
+
+if COMPILED:
+
+    @intrinsic
+    def _prefetch(_, links, row):
+        """Let the processor fetch a row in the background."""
+
+        def emit(context, builder, signature, arguments):
+            links_type, row_type = signature.args
+            array = context.make_array(links_type)(context, builder, arguments[0])
+            at = context.cast(builder, arguments[1], row_type, types.intp)
+            start = at.type(0)
+            item = cgutils.get_item_pointer(context, builder, links_type, array, [at, start])
+            address = builder.bitcast(item, cgutils.voidptr_t)
+            number = ir.IntType(32)
+            kind = ir.FunctionType(ir.VoidType(), [address.type, number, number, number])
+            prefetch = builder.module.declare_intrinsic("llvm.prefetch", [address.type], kind)
+            builder.call(prefetch, [address, number(0), number(3), number(1)])  # to read, data
+            return context.get_dummy_value()
+
+        return types.void(links, row), emit
 
 
 @_jit
@@ -520,9 +546,15 @@ def _evict(counts, links, keys, tokens, queues, num_pages):
     Returns:
         how many were freed. O(1) a page of the list, O(log(evictable)) one of the heap.
     """
-    freed = 0
-    page = _next_to_go(counts, links, keys, queues)
+    freed = seen = 0
+    page = ahead = _next_to_go(counts, links, keys, queues)
     while page and freed < num_pages:
+        if COMPILED:
+            while seen < min(num_pages, freed + LOOK_AHEAD):
+                for column in range(LEFT, ABOVE + 1):
+                    _prefetch(links, links[ahead, column])
+                ahead = links[ahead, NEWER]
+                seen += 1
         _unqueue(counts, links, keys, queues, page)
         parent = _unlink(counts, links, keys, page)
         counts[NUM_EVICTABLE] -= 1
