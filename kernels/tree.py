@@ -130,6 +130,17 @@ def narrow(wide, tokens):
     return seen >> 31 == 0
 
 
+@_jit
+def copy_tokens(stored, source, target, num_tokens):
+    """Copy the first tokens of a page: [num_layers, pages, heads, page_size, width] uint8."""
+    num_layers, _, num_heads, _, width = stored.shape
+    for layer in range(num_layers):
+        for head in range(num_heads):
+            for i in range(num_tokens):
+                for j in range(width):
+                    stored[layer, target, head, i, j] = stored[layer, source, head, i, j]
+
+
 # --- siblings --------------------------------------------------------------------------------
 
 

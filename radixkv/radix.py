@@ -8,11 +8,11 @@ token ids in, namespaces, expiry times, and runs of pages for whoever looks.
 from __future__ import annotations
 
 import array
+import itertools
 import struct
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -27,6 +27,7 @@ Tokens = NDArray[np.int32]
 PageIds = NDArray[np.int64]  # as wide as an index: NumPy gathers by it three times as fast
 
 MAX_TOKEN_ID = 2**31 - 1
+_INT64 = np.dtype(np.int64)
 _NO_TOKENS: Tokens = np.empty(0, dtype=np.int32)
 
 
@@ -266,7 +267,7 @@ class RadixTree:
         pool.counts[kernel.PAGE_SIZE] = page_size
         pool.counts[kernel.POLICY] = columns[eviction]
         self.expiries: list[tuple[float, int, PageIds]] = []  # heap; stale entries are skipped
-        self._num_scheduled = 0
+        self._ties = itertools.count()  # arrays of pages have no order
         # Looked up once: what every request calls.
         self._acquire, self._commit, self._emptied = kernel.acquire, kernel.commit, kernel.EMPTIED
 
@@ -313,7 +314,7 @@ class RadixTree:
         """As `encode_tokens`; arrays of int64 in one pass of the kernel."""
         if (
             type(token_ids) is np.ndarray
-            and token_ids.dtype == np.int64
+            and token_ids.dtype is _INT64
             and token_ids.ndim == 1
             and token_ids.flags.carray
             and self.kernel.COMPILED
@@ -487,8 +488,7 @@ class RadixTree:
             row = after
 
     def _schedule(self, expires: float, page_ids: PageIds) -> None:
-        self._num_scheduled += 1
-        heappush(self.expiries, (expires, self._num_scheduled, page_ids))
+        heappush(self.expiries, (expires, next(self._ties), page_ids))
 
     def expire(self, now: float) -> None:
         """Let the priorities whose time is over fall to the smallest.
@@ -613,7 +613,7 @@ class RadixTree:
                 top = links.item(parent, kernel.CHILDREN)
                 require(links[top, kernel.ABOVE] == parent, "the way up from the first sibling")
                 runs = [self.tokens_of(page).tolist() for page in pages]
-                for left, right in pairwise(runs):
+                for left, right in itertools.pairwise(runs):
                     require(left < right, "the order of children")
                     require(right[: len(left)] != left, "a key that is a prefix of another")
                 for page in pages:
@@ -631,7 +631,10 @@ class RadixTree:
                             not other or kernel.rank(other) <= kernel.rank(page),
                             "ranks of siblings",
                         )
-                        require(not other or links[other, kernel.ABOVE] == page, "the way up from a sibling")
+                        require(
+                            not other or links[other, kernel.ABOVE] == page,
+                            "the way up from a sibling",
+                        )
                     below = self.child_pages(page)
                     if below:
                         require(fill == self.page_size, "an inner part-filled page")
@@ -668,7 +671,7 @@ class RadixTree:
             above = queued[at // 2 - 1] if at > 1 else page
             require(self.policy_key(above) <= self.policy_key(page), "the order of eviction")
         place = {page: at for at, page in enumerate(listed)}
-        for older, newer in pairwise(listed):
+        for older, newer in itertools.pairwise(listed):
             require(self.policy_key(older) <= self.policy_key(newer), "the order of the list")
         for page in listed:
             require(links[page, kernel.STATE] == kernel.LONE, "a held page in the list")
