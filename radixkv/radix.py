@@ -387,7 +387,8 @@ class RadixTree:
     @property
     def source(self) -> int:
         """After an `acquire`: the page whose tokens go to the first new one, or 0."""
-        return int(self.pool.counts[self.kernel.SOURCE])
+        source: int = self.pool.counts.item(self.kernel.SOURCE)
+        return source
 
     def insert(
         self,
