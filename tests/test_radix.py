@@ -252,6 +252,29 @@ def test_eviction_looks_at_no_held_leaf() -> None:
     assert owner.tree.evict(5000) == 1000
 
 
+def test_what_is_given_back_late_goes_in_the_turn_of_its_last_use() -> None:
+    """Given back after newer pages it stands in the heap; those before it may be in the list."""
+    owner = Owner(1, 16)
+    kernel, pool = owner.tree.kernel, owner.pool
+    held = pool.allocate(3)
+    owner.tree.insert(encode_tokens([1, 2, 3]), held)
+    newer = np.array(owner.insert([7, 8]), dtype=np.int64)
+    pool.drop(held[1:])  # the leaf goes to the heap; the page before it is in neither
+    owner.tree.check()
+    assert pool.counts[kernel.NUM_QUEUED] == 1
+    assert pool.links[held, kernel.QUEUED].tolist() == [0, 0, 1]
+    pool.hold(newer)  # the list is empty
+    pool.drop(held[:1])  # and takes the first page, which is as old as those after it
+    owner.tree.check()
+    assert pool.links[held, kernel.QUEUED].tolist() == [kernel.IN_LIST, 0, 1]
+    pool.drop(newer)
+    for left in (2, 1, 0):
+        assert owner.tree.evict(1) == 1
+        owner.tree.check()
+        assert (owner.match([1, 2, 3]), owner.match([7, 8])) == (left, 2)
+    assert owner.tree.evict(9) == 2
+
+
 def test_siblings_are_found_in_a_tree_of_logarithmic_depth() -> None:
     """Thousands of siblings that begin alike: the way down to any of them is short."""
     count = 2000 if Owner.plain else 20_000
