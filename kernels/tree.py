@@ -551,6 +551,17 @@ def _leave(counts, links, keys, queues, page):
 
 
 @_inline
+def _fetch_ahead(links, ahead, seen, upto):
+    """Fetch the siblings of the next victims of the list; which is next, and how many were seen."""
+    while seen < upto:
+        for column in range(LEFT, ABOVE + 1):
+            _prefetch(links, links[ahead, column])
+        ahead = links[ahead, NEWER]
+        seen += 1
+    return ahead, seen
+
+
+@_inline
 def _evict(counts, links, keys, tokens, queues, num_pages):
     """Free up to ``num_pages`` pages, tails first, in the order of the policy.
 
@@ -561,11 +572,7 @@ def _evict(counts, links, keys, tokens, queues, num_pages):
     page = ahead = _next_to_go(counts, links, keys, queues)
     while page and freed < num_pages:
         if COMPILED:
-            while seen < min(num_pages, freed + LOOK_AHEAD):
-                for column in range(LEFT, ABOVE + 1):
-                    _prefetch(links, links[ahead, column])
-                ahead = links[ahead, NEWER]
-                seen += 1
+            ahead, seen = _fetch_ahead(links, ahead, seen, min(num_pages, freed + LOOK_AHEAD))
         _unqueue(counts, links, keys, queues, page)
         parent = _unlink(counts, links, keys, page)
         counts[NUM_EVICTABLE] -= 1
