@@ -32,7 +32,7 @@ TESTS = ("test_radix.py", "test_pool.py", "test_cache.py", "test_cache_leaks.py"
 LEFT_OUT = {
     "free_device_bytes", "__repr__", "_head", "attend", "attend_batch", "_attention_batch",
     "_broken", "check", "_refuse_room", "_inline", "_jit", "narrow", "encode", "load_kernel",
-    "_shared_loop",
+    "_shared_loop", "_fetch_ahead", "copy_tokens",
 }  # fmt: skip
 _SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE,

@@ -3,9 +3,13 @@
 Every page of the tree is a node: it holds up to ``page_size`` tokens that follow those of its
 parent. Siblings stand in a treap, a binary tree ordered by their tokens whose shape is drawn by
 a hash of the page id; no sibling's tokens are a prefix of another's, so the one that shares the
-most tokens with a query is a neighbour of the query on the way down. A page that the tree
-alone owns and that has no children may be evicted: such pages stand in a heap, the next to go
-on top. Whoever holds a page holds those before it.
+most tokens with a query is a neighbour of the query on the way down.
+
+A page that the tree alone owns and that has no children may be evicted. Whoever holds a page
+holds those before it, and whatever uses a page uses those before it. So under LRU a page that
+is given back in the order of its last use, as nearly all are, is appended to a list, whether it
+has children or not: its children stand there before it, and what is at the head has none. All
+others stand in a heap once they have no children, the next to go on top.
 
 Nothing here allocates, recurses or raises. Loaded under a name that ends in ``_plain``, or where
 Numba is not installed, the same source runs as plain Python over memoryviews: the slow twin.
@@ -15,11 +19,11 @@ namespaces, which have children alone:
 
     counts  [NOTED + NUM_NOTED] int64: totals and settings; what a call found; then digests of
             the runs that were evicted last
-    links   [rows, 10] int32, by STATE to ROOT
+    links   [rows, NUM_LINKS] int32, by STATE to ROOT; of row 0: the ends of the list
     keys    [rows, 4] int64, by LAST_ACCESS to EXPIRES: what eviction policies look at; of a
             root: how many pages and tokens lie below it
     tokens  [rows * page_size] int32: the first FILL of each page
-    queues  [2, num_pages + 2] int32: HEAP of evictable pages, from 1; FREE pages, a stack
+    queues  [2, num_pages + 2] int32: HEAP of pages that may be evicted, from 1; FREE pages, a stack
     query   [>= num_tokens] int32: a sequence from its beginning
     pages   [>= pages of a call] int64: page ids, read and written
 """
@@ -32,7 +36,10 @@ from typing import Any
 COMPILED = not __name__.endswith("_plain")
 if COMPILED:
     try:
-        from numba import njit
+        from llvmlite import ir
+        from numba import njit, types
+        from numba.core import cgutils
+        from numba.extending import intrinsic
     except ImportError:
         COMPILED = False
 
@@ -45,11 +52,15 @@ NOTED, NUM_NOTED = 16, 4096
 # links
 STATE = 0  # owners, and IN_TREE if the tree is one of them; 0 is free
 PARENT, CHILDREN, LEFT, RIGHT = 1, 2, 3, 4  # CHILDREN: the top of the treap of a page's children
-FILL, DEPTH = 5, 6  # tokens in it; pages before it in its sequence
-QUEUED = 7  # where in the heap, 0 if not
-STANDS_FOR = 8  # the tree's page that this duplicate of it holds
-ROOT = 9  # of its namespace
-NUM_LINKS = 10
+ABOVE = 5  # in the treap: the sibling that has it on its left or right, or else the parent
+FILL, DEPTH = 6, 7  # tokens in it; pages before it in its sequence
+QUEUED = 8  # where in the heap; IN_LIST; 0 if in neither
+OLDER, NEWER = 9, 10  # its neighbours in the list
+STANDS_FOR = 11  # the tree's page that this duplicate of it holds
+ROOT = 12  # of its namespace
+NUM_LINKS = 13
+IN_LIST = -1
+LOOK_AHEAD = 8  # pages whose neighbours are fetched before they are evicted
 
 # keys; POLICY names the column that is looked at first, LAST_ACCESS decides between equals
 LAST_ACCESS, NUM_HITS, PRIORITY, EXPIRES = 0, 1, 2, 3
@@ -87,6 +98,28 @@ def _inline(function: Callable[..., Any]) -> Callable[..., Any]:
     )(function)
 
 
+if COMPILED:
+
+    @intrinsic
+    def _prefetch(_, links, row):
+        """Let the processor fetch a row in the background."""
+
+        def emit(context, builder, signature, arguments):
+            links_type, row_type = signature.args
+            array = context.make_array(links_type)(context, builder, arguments[0])
+            at = context.cast(builder, arguments[1], row_type, types.intp)
+            start = at.type(0)
+            item = cgutils.get_item_pointer(context, builder, links_type, array, [at, start])
+            address = builder.bitcast(item, cgutils.voidptr_t)
+            number = ir.IntType(32)
+            kind = ir.FunctionType(ir.VoidType(), [address.type, number, number, number])
+            prefetch = builder.module.declare_intrinsic("llvm.prefetch", [address.type], kind)
+            builder.call(prefetch, [address, number(0), number(3), number(1)])  # to read, data
+            return context.get_dummy_value()
+
+        return types.void(links, row), emit
+
+
 @_jit
 def narrow(wide, tokens):
     """Copy token ids into int32; returns whether all of them are ids: from 0 to 2**31 - 1."""
@@ -95,6 +128,17 @@ def narrow(wide, tokens):
         seen |= wide[i]
         tokens[i] = wide[i]
     return seen >> 31 == 0
+
+
+@_jit
+def copy_tokens(stored, source, target, num_tokens):
+    """Copy the first tokens of a page: [num_layers, pages, heads, page_size, width] uint8."""
+    num_layers, _, num_heads, _, width = stored.shape
+    for layer in range(num_layers):
+        for head in range(num_heads):
+            for i in range(num_tokens):
+                for j in range(width):
+                    stored[layer, target, head, i, j] = stored[layer, source, head, i, j]
 
 
 # --- siblings --------------------------------------------------------------------------------
@@ -150,15 +194,18 @@ def _add_child(counts, links, tokens, parent, page):
         holder, side = at, RIGHT if _sorts_before(counts, links, tokens, at, page) else LEFT
         at = links[holder, side]
     links[holder, side] = page
+    links[page, ABOVE] = holder
     # What stood here is split into what comes before the page and what comes after it.
     left, left_side, right, right_side = page, LEFT, page, RIGHT
     while at:
         if _sorts_before(counts, links, tokens, at, page):
             links[left, left_side] = at
+            links[at, ABOVE] = left
             left, left_side = at, RIGHT
             at = links[at, RIGHT]
         else:
             links[right, right_side] = at
+            links[at, ABOVE] = right
             right, right_side = at, LEFT
             at = links[at, LEFT]
     links[left, left_side] = 0
@@ -166,24 +213,28 @@ def _add_child(counts, links, tokens, parent, page):
 
 
 @_inline
-def _remove_child(counts, links, tokens, parent, page):
-    """Take ``page`` from among the children of ``parent``. O(log(children))."""
-    holder, side = parent, CHILDREN
-    at = links[holder, side]
-    while at != page:
-        holder, side = at, RIGHT if _sorts_before(counts, links, tokens, at, page) else LEFT
-        at = links[holder, side]
+def _remove_child(links, page):
+    """Take ``page`` from among its siblings. O(1), expected: it is not searched for."""
+    holder = links[page, ABOVE]
+    if holder == links[page, PARENT]:
+        side = CHILDREN
+    else:
+        side = LEFT if links[holder, LEFT] == page else RIGHT
     left, right = links[page, LEFT], links[page, RIGHT]
     while left and right:  # merged, the higher rank on top
         if rank(left) >= rank(right):
-            links[holder, side] = left
-            holder, side = left, RIGHT
+            top, inner = left, RIGHT
             left = links[left, RIGHT]
         else:
-            links[holder, side] = right
-            holder, side = right, LEFT
+            top, inner = right, LEFT
             right = links[right, LEFT]
-    links[holder, side] = left or right
+        links[holder, side] = top
+        links[top, ABOVE] = holder
+        holder, side = top, inner
+    rest = left or right
+    links[holder, side] = rest
+    if rest:
+        links[rest, ABOVE] = holder
 
 
 @_inline
@@ -256,20 +307,55 @@ def _sift(counts, links, keys, queues, at):
 
 
 @_inline
+def _append(links, page):
+    """Put a page at the end of the list, where the newest stands."""
+    newest = links[0, OLDER]
+    links[newest, NEWER] = links[0, OLDER] = page
+    links[page, OLDER], links[page, NEWER] = newest, 0
+    links[page, QUEUED] = IN_LIST
+
+
+@_inline
 def _queue(counts, links, keys, queues, page):
-    counts[NUM_QUEUED] += 1
-    queues[HEAP, counts[NUM_QUEUED]] = page
-    _sift(counts, links, keys, queues, counts[NUM_QUEUED])
+    """Let a page be evicted that the tree alone owns, in its turn."""
+    newest = links[0, OLDER]
+    if counts[POLICY] == LAST_ACCESS and (
+        not newest
+        or links[newest, PARENT] == page
+        or keys[newest, LAST_ACCESS] < keys[page, LAST_ACCESS]
+    ):
+        _append(links, page)
+    elif not links[page, CHILDREN]:
+        counts[NUM_QUEUED] += 1
+        queues[HEAP, counts[NUM_QUEUED]] = page
+        _sift(counts, links, keys, queues, counts[NUM_QUEUED])
 
 
 @_inline
 def _unqueue(counts, links, keys, queues, page):
-    at, size = links[page, QUEUED], counts[NUM_QUEUED]
+    at = links[page, QUEUED]
     links[page, QUEUED] = 0
-    counts[NUM_QUEUED] = size - 1
-    if at != size:
-        queues[HEAP, at] = queues[HEAP, size]
-        _sift(counts, links, keys, queues, at)
+    if at == IN_LIST:
+        older, newer = links[page, OLDER], links[page, NEWER]
+        links[older, NEWER], links[newer, OLDER] = newer, older
+    elif at:
+        size = counts[NUM_QUEUED]
+        counts[NUM_QUEUED] = size - 1
+        if at != size:
+            queues[HEAP, at] = queues[HEAP, size]
+            _sift(counts, links, keys, queues, at)
+
+
+@_inline
+def _next_to_go(counts, links, keys, queues):
+    """The page that is evicted next, or 0."""
+    oldest = links[0, NEWER]
+    if counts[NUM_QUEUED]:
+        top = queues[HEAP, 1]
+        # Of equals, that of the heap: it may be a child of the other, never its parent.
+        if not oldest or not _goes_before(counts, keys, oldest, top):
+            return top
+    return oldest
 
 
 @_inline
@@ -277,8 +363,7 @@ def _hold(counts, links, keys, queues, page):
     """Add an owner to a page that has one."""
     if links[page, STATE] == LONE:
         counts[NUM_EVICTABLE] -= 1
-        if links[page, QUEUED]:
-            _unqueue(counts, links, keys, queues, page)
+        _unqueue(counts, links, keys, queues, page)
     links[page, STATE] += 1
 
 
@@ -301,8 +386,7 @@ def _drop(counts, links, keys, queues, page):
         state = links[page, STATE]
         if state == LONE:
             counts[NUM_EVICTABLE] += 1
-            if not links[page, CHILDREN]:
-                _queue(counts, links, keys, queues, page)
+            _queue(counts, links, keys, queues, page)
         if state:
             return
         page = _free(counts, links, queues, page)
@@ -409,15 +493,19 @@ def _touch(counts, links, keys, queues, page, priority, expires):
     if priority != NO_PRIORITY and priority >= keys[page, PRIORITY]:
         keys[page, PRIORITY] = priority
         keys[page, EXPIRES] = expires
-    if links[page, QUEUED]:
-        _sift(counts, links, keys, queues, links[page, QUEUED])
+    at = links[page, QUEUED]
+    if at == IN_LIST:
+        _unqueue(counts, links, keys, queues, page)
+        _append(links, page)
+    elif at:
+        _sift(counts, links, keys, queues, at)
 
 
 @_jit
 def touch(counts, links, keys, tokens, queues, pages, count):
-    """Count pages of one path as used now."""
+    """Count pages of one path as used now; children come before parents in the list."""
     counts[CLOCK] += 1
-    for i in range(count):
+    for i in range(count - 1, -1, -1):
         _touch(counts, links, keys, queues, pages[i], NO_PRIORITY, NEVER)
 
 
@@ -440,10 +528,10 @@ def _link(counts, links, keys, tokens, root, parent, page, depth, query, start, 
 
 
 @_inline
-def _unlink(counts, links, keys, tokens, page):
+def _unlink(counts, links, keys, page):
     """Take a page without children out of the tree; who owns it is the caller's to say."""
     parent, root, fill = links[page, PARENT], links[page, ROOT], links[page, FILL]
-    _remove_child(counts, links, tokens, parent, page)
+    _remove_child(links, page)
     keys[root, BELOW_PAGES] -= 1
     keys[root, BELOW_TOKENS] -= fill
     counts[NUM_TOKENS] -= fill
@@ -456,11 +544,21 @@ def _leave(counts, links, keys, queues, page):
     """Take the tree from the owners of a page; one without another owner is free."""
     if links[page, STATE] == LONE:
         counts[NUM_EVICTABLE] -= 1
-        if links[page, QUEUED]:
-            _unqueue(counts, links, keys, queues, page)
+        _unqueue(counts, links, keys, queues, page)
     links[page, STATE] = (links[page, STATE] & OWNERS) - 1
     if not links[page, STATE]:
         _free(counts, links, queues, page)
+
+
+@_inline
+def _fetch_ahead(links, ahead, seen, upto):
+    """Fetch the siblings of the next victims of the list; which is next, and how many were seen."""
+    while seen < upto:
+        for column in range(LEFT, ABOVE + 1):
+            _prefetch(links, links[ahead, column])
+        ahead = links[ahead, NEWER]
+        seen += 1
+    return ahead, seen
 
 
 @_inline
@@ -468,33 +566,32 @@ def _evict(counts, links, keys, tokens, queues, num_pages):
     """Free up to ``num_pages`` pages, tails first, in the order of the policy.
 
     Returns:
-        how many were freed. O(log(evictable)) a page, and O(1) along a run of one age.
+        how many were freed. O(1) a page of the list, O(log(evictable)) one of the heap.
     """
-    freed = 0
-    while freed < num_pages and counts[NUM_QUEUED]:
-        page = queues[HEAP, 1]
+    freed = seen = 0
+    page = ahead = _next_to_go(counts, links, keys, queues)
+    while page and freed < num_pages:
+        if COMPILED:
+            ahead, seen = _fetch_ahead(links, ahead, seen, min(num_pages, freed + LOOK_AHEAD))
         _unqueue(counts, links, keys, queues, page)
-        while True:
-            parent = _unlink(counts, links, keys, tokens, page)
-            counts[NUM_EVICTABLE] -= 1
-            _free(counts, links, queues, page)
-            freed += 1
-            is_tail = links[parent, STATE] == LONE and links[parent, CHILDREN] == 0
-            if not is_tail or freed == num_pages:
-                break
-            if counts[NUM_QUEUED] and not _goes_before(counts, keys, parent, queues[HEAP, 1]):
-                break
-            page = parent
-        start = page * counts[PAGE_SIZE]
-        counts[NOTED + counts[NUM_NOTES] % NUM_NOTED] = digest(
-            tokens, start, links[page, FILL], links[page, DEPTH]
-        )
-        counts[NUM_NOTES] += 1
-        if is_tail:
-            _queue(counts, links, keys, queues, parent)
-        elif parent > counts[NUM_PAGES] and not links[parent, CHILDREN]:
-            links[parent, LEFT] = counts[EMPTIED]  # a chain of roots to be removed
-            counts[EMPTIED] = parent
+        parent = _unlink(counts, links, keys, page)
+        counts[NUM_EVICTABLE] -= 1
+        _free(counts, links, queues, page)
+        freed += 1
+        if not links[parent, CHILDREN]:
+            if parent > counts[NUM_PAGES]:
+                links[parent, LEFT] = counts[EMPTIED]  # a chain of roots to be removed
+                counts[EMPTIED] = parent
+            elif links[parent, STATE] == LONE and not links[parent, QUEUED]:
+                _queue(counts, links, keys, queues, parent)
+        after = _next_to_go(counts, links, keys, queues)
+        if after != parent or freed == num_pages:  # of a run, its beginning is remembered
+            start = page * counts[PAGE_SIZE]
+            counts[NOTED + counts[NUM_NOTES] % NUM_NOTED] = digest(
+                tokens, start, links[page, FILL], links[page, DEPTH]
+            )
+            counts[NUM_NOTES] += 1
+        page = after
     counts[NUM_EVICTED] += freed
     return freed
 
@@ -581,14 +678,14 @@ def commit(
                 replaced += 1
         else:
             if page == mine and shared:  # the same page, of which more is published now
-                _unlink(counts, links, keys, tokens, mine)
+                _unlink(counts, links, keys, mine)
                 links[mine, STATE] -= LONE
             elif page and links[page, FILL] == shared:  # mine takes the place of its beginning
                 for column in range(NUM_KEYS):
                     keys[mine, column] = keys[page, column]
                 if keys[mine, EXPIRES] != NEVER:
                     counts[INHERITED] = mine
-                _unlink(counts, links, keys, tokens, page)
+                _unlink(counts, links, keys, page)
                 _leave(counts, links, keys, queues, page)
             else:
                 keys[mine, LAST_ACCESS] = keys[mine, NUM_HITS] = keys[mine, PRIORITY] = 0
@@ -615,7 +712,7 @@ def expire(counts, links, keys, tokens, queues, pages, count, expires):
         page = pages[i]
         if links[page, STATE] >= IN_TREE and keys[page, EXPIRES] == expires:
             keys[page, PRIORITY], keys[page, EXPIRES] = EXPIRED, NEVER
-            if links[page, QUEUED]:
+            if links[page, QUEUED] > 0:
                 _sift(counts, links, keys, queues, links[page, QUEUED])
 
 

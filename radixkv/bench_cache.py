@@ -319,16 +319,18 @@ def run_growth(num_nodes: int, *, page_size: int = 16, seed: int = 0) -> GrowthR
     tree = cache.tree
     shared = random.integers(0, VOCABULARY, (parents, page_size))
 
-    def put(token_ids: TokenIds) -> None:
+    def put(tokens: Tokens) -> None:
         # Without a lease: a million of them would be most of the time.
-        tokens = tree.encode(token_ids)
         pages, _ = tree.acquire(tokens, tokens.size)
         tree.insert(tokens, pages)
         tree.pool.drop(pages)
 
-    for i in range(num_nodes):
-        put(np.concatenate([shared[i % parents], random.integers(0, VOCABULARY, page_size)]))
-    put(whole)
+    for start in range(0, num_nodes, 10_000):
+        own = random.integers(0, VOCABULARY, (min(10_000, num_nodes - start), page_size))
+        above = shared[np.arange(start, start + len(own)) % parents]
+        for tokens in np.hstack([above, own]).astype(np.int32):
+            put(tokens)
+    put(tree.encode(whole))
     nodes, num_tokens = tree.num_nodes, tree.num_tokens
     match_us = _median_us(lambda: cache.match(whole), 300)
     many = max(1, min(100, num_nodes // 100))

@@ -7,6 +7,7 @@ copied first. What is committed becomes findable; what is not is freed on releas
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import threading
@@ -623,7 +624,7 @@ class PrefixCache:
         self._pins: set[Pin] = set()
         self._timed_pins: list[tuple[float, int, Pin]] = []  # heap by time of expiry
         self._guard = _Guard((self._returned, self._timed_pins, self.tree.expiries), self._reclaim)
-        self._num_timed = 0
+        self._ties = itertools.count()  # pins have no order
         self._pin_count = np.zeros(num_pages + 1, dtype=np.int32)
         self._num_pinned = 0
         self._now = time.monotonic
@@ -708,8 +709,7 @@ class PrefixCache:
             pin = Pin(self, pages, found.num_tokens, namespace)
             self._pins.add(pin)
             if expires is not None:
-                self._num_timed += 1
-                heappush(self._timed_pins, (expires, self._num_timed, pin))
+                heappush(self._timed_pins, (expires, next(self._ties), pin))
             return pin
 
     def evict(self, num_tokens: int) -> int:

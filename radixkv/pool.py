@@ -55,6 +55,15 @@ def load_kernel(plain: bool = False) -> ModuleType:
     return module
 
 
+def _plain_is_wanted() -> bool:
+    return os.environ.get("RADIXKV_PLAIN_TREE") == "1"
+
+
+def _copy_tokens(stored: Any, source: int, target: int, num_tokens: int) -> None:
+    """As the compiled kernel; of arrays and tensors."""
+    stored[:, target, :, :num_tokens] = stored[:, source, :, :num_tokens]
+
+
 def _as_is(array: NDArray[Any]) -> Any:
     return array
 
@@ -87,7 +96,7 @@ class PagePool:
     def __init__(self, num_pages: int, *, plain: bool | None = None) -> None:
         self.num_pages = num_pages
         if plain is None:
-            plain = os.environ.get("RADIXKV_PLAIN_TREE") == "1"
+            plain = _plain_is_wanted()
         self.kernel = kernel = load_kernel(plain)
         # An array as the kernel takes it: plain Python reads a memoryview twice as fast.
         self.for_kernel = _as_is if kernel.COMPILED else _as_memory
@@ -279,7 +288,10 @@ class PageStorage:
         self.copier: Callable[..., None] | None = None
         copied = [t.view(torch.uint8) for t in self.pages if t.numel()]
         # On a CPU the copies go through NumPy, whose calls cost a tenth of torch's.
-        self._copied: list[Any] = [t.numpy() if device.type == "cpu" else t for t in copied]
+        on_host = device.type == "cpu"
+        self._copied: list[Any] = [t.numpy() if on_host else t for t in copied]
+        kernel = load_kernel(_plain_is_wanted())
+        self._copy_tokens = kernel.copy_tokens if on_host and kernel.COMPILED else _copy_tokens
 
     def layer(self, layer_idx: int) -> LayerPages:
         """Views of one layer's tensors."""
@@ -291,7 +303,7 @@ class PageStorage:
             self.copier(self._codec, self.pages, [(source, target, num_tokens)])
             return
         for tensor in self._copied:
-            tensor[:, target, :, :num_tokens] = tensor[:, source, :, :num_tokens]
+            self._copy_tokens(tensor, source, target, num_tokens)
 
     def nbytes(self) -> int:
         """Bytes of all tensors, the reserved page included."""

@@ -8,11 +8,11 @@ token ids in, namespaces, expiry times, and runs of pages for whoever looks.
 from __future__ import annotations
 
 import array
+import itertools
 import struct
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -27,6 +27,7 @@ Tokens = NDArray[np.int32]
 PageIds = NDArray[np.int64]  # as wide as an index: NumPy gathers by it three times as fast
 
 MAX_TOKEN_ID = 2**31 - 1
+_INT64 = np.dtype(np.int64)
 _NO_TOKENS: Tokens = np.empty(0, dtype=np.int32)
 
 
@@ -266,7 +267,7 @@ class RadixTree:
         pool.counts[kernel.PAGE_SIZE] = page_size
         pool.counts[kernel.POLICY] = columns[eviction]
         self.expiries: list[tuple[float, int, PageIds]] = []  # heap; stale entries are skipped
-        self._num_scheduled = 0
+        self._ties = itertools.count()  # arrays of pages have no order
         # Looked up once: what every request calls.
         self._acquire, self._commit, self._emptied = kernel.acquire, kernel.commit, kernel.EMPTIED
 
@@ -313,7 +314,7 @@ class RadixTree:
         """As `encode_tokens`; arrays of int64 in one pass of the kernel."""
         if (
             type(token_ids) is np.ndarray
-            and token_ids.dtype == np.int64
+            and token_ids.dtype is _INT64
             and token_ids.ndim == 1
             and token_ids.flags.carray
             and self.kernel.COMPILED
@@ -386,7 +387,8 @@ class RadixTree:
     @property
     def source(self) -> int:
         """After an `acquire`: the page whose tokens go to the first new one, or 0."""
-        return int(self.pool.counts[self.kernel.SOURCE])
+        source: int = self.pool.counts.item(self.kernel.SOURCE)
+        return source
 
     def insert(
         self,
@@ -455,7 +457,7 @@ class RadixTree:
         Returns:
             how many were freed.
 
-        Complexity: O(log(evictable)) a page.
+        Complexity: O(1) a page under LRU as nearly always; else O(log(evictable)).
         """
         pool = self.pool
         freed: int = self.kernel.evict(*pool.arrays, num_pages)
@@ -487,8 +489,7 @@ class RadixTree:
             row = after
 
     def _schedule(self, expires: float, page_ids: PageIds) -> None:
-        self._num_scheduled += 1
-        heappush(self.expiries, (expires, self._num_scheduled, page_ids))
+        heappush(self.expiries, (expires, next(self._ties), page_ids))
 
     def expire(self, now: float) -> None:
         """Let the priorities whose time is over fall to the smallest.
@@ -610,8 +611,10 @@ class RadixTree:
             stack = [(root.last_page, -1, first)]
             while stack:
                 parent, depth, pages = stack.pop()
+                top = links.item(parent, kernel.CHILDREN)
+                require(links[top, kernel.ABOVE] == parent, "the way up from the first sibling")
                 runs = [self.tokens_of(page).tolist() for page in pages]
-                for left, right in pairwise(runs):
+                for left, right in itertools.pairwise(runs):
                     require(left < right, "the order of children")
                     require(right[: len(left)] != left, "a key that is a prefix of another")
                 for page in pages:
@@ -629,6 +632,10 @@ class RadixTree:
                             not other or kernel.rank(other) <= kernel.rank(page),
                             "ranks of siblings",
                         )
+                        require(
+                            not other or links[other, kernel.ABOVE] == page,
+                            "the way up from a sibling",
+                        )
                     below = self.child_pages(page)
                     if below:
                         require(fill == self.page_size, "an inner part-filled page")
@@ -640,17 +647,37 @@ class RadixTree:
         require(num_tokens == self.num_tokens, f"{num_tokens} tokens, counted {self.num_tokens}")
         require(len(set(owned)) == len(owned), "a page that is in two places")
         require(sorted(owned) == np.flatnonzero(pool.in_tree).tolist(), "the pages of the tree")
-        size = counts.item(kernel.NUM_QUEUED)
+        self._check_queues(require, tails)
+
+    def _check_queues(self, require: Callable[[bool, str], None], tails: list[int]) -> None:
+        """List and heap: together they hold the tails, and give them in the order of eviction."""
+        kernel, pool = self.kernel, self.pool
+        links = pool.links
+        size = pool.counts.item(kernel.NUM_QUEUED)
         queued = pool.queues[kernel.HEAP, 1 : size + 1].tolist()
-        require(sorted(queued) == sorted(tails), "the pages that may be evicted")
-        require(
-            np.flatnonzero(links[: pool.num_pages + 1, kernel.QUEUED]).tolist() == sorted(queued),
-            "pages that believe to be queued",
-        )
+        listed: list[int] = []
+        page = links.item(0, kernel.NEWER)
+        while page and len(listed) <= pool.num_pages:
+            require(links[page, kernel.OLDER] == (listed[-1] if listed else 0), "the list, back")
+            listed.append(page)
+            page = links.item(page, kernel.NEWER)
+        require(links[0, kernel.OLDER] == (listed[-1] if listed else 0), "the end of the list")
+        either = sorted(queued + listed)
+        require(set(tails) <= set(either), "pages that may be evicted and are not queued")
+        require(set(queued) <= set(tails), "pages of the heap that may not be evicted")
+        told = np.flatnonzero(links[: pool.num_pages + 1, kernel.QUEUED])
+        require(told.tolist() == either, "pages that believe to be queued")
         for at, page in enumerate(queued, 1):
             require(links[page, kernel.QUEUED] == at, "where a page is queued")
             above = queued[at // 2 - 1] if at > 1 else page
             require(self.policy_key(above) <= self.policy_key(page), "the order of eviction")
+        place = {page: at for at, page in enumerate(listed)}
+        for older, newer in itertools.pairwise(listed):
+            require(self.policy_key(older) <= self.policy_key(newer), "the order of the list")
+        for page in listed:
+            require(links[page, kernel.STATE] == kernel.LONE, "a held page in the list")
+            parent = links.item(page, kernel.PARENT)
+            require(place[page] < place.get(parent, len(place)), "a parent before its child")
 
     def policy_key(self, page: int) -> tuple[int, int]:
         """What says when a page is evicted: the smallest goes first."""

@@ -240,6 +240,21 @@ def test_a_failed_call_changes_nothing() -> None:
     cache.check()
 
 
+@pytest.mark.parametrize(
+    ("count", "kind"), [(-1, ValueError), (4, ValueError), (True, TypeError), (1.0, TypeError)]
+)
+def test_a_commit_of_more_than_there_is_or_of_no_number_is_refused(
+    count: int, kind: type[Exception]
+) -> None:
+    cache = make(2, 4)
+    with cache.acquire([1, 2, 3]) as lease:
+        with pytest.raises(kind, match="num_tokens: expected an integer from 0 to 3"):
+            lease.commit(count)
+        assert (lease.num_written, cache.match([1, 2, 3])) == (0, 0)
+        lease.commit(np.int64(2))  # an integer of another type is one
+        assert (lease.num_written, cache.match([1, 2, 3])) == (2, 2)
+
+
 def test_use_after_release_is_refused() -> None:
     cache = make()
     with cache.acquire([1, 2, 3]) as lease:

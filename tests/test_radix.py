@@ -233,7 +233,7 @@ def test_lfu_keeps_what_is_used_often_and_priority_what_is_dear() -> None:
 
 def test_eviction_looks_at_no_held_leaf() -> None:
     """Held leaves are not in the queue at all, and come back to it as they are given back."""
-    owner = Owner(1, 3000)
+    owner = Owner(1, 3000, "lfu")
     queued = owner.tree.kernel.NUM_QUEUED
     held = [owner.pool.allocate(1) for _ in range(1000)]
     for i, page in enumerate(held):
@@ -250,6 +250,29 @@ def test_eviction_looks_at_no_held_leaf() -> None:
         owner.pool.drop(page)
     owner.tree.check()
     assert owner.tree.evict(5000) == 1000
+
+
+def test_what_is_given_back_late_goes_in_the_turn_of_its_last_use() -> None:
+    """Given back after newer pages it stands in the heap; those before it may be in the list."""
+    owner = Owner(1, 16)
+    kernel, pool = owner.tree.kernel, owner.pool
+    held = pool.allocate(3)
+    owner.tree.insert(encode_tokens([1, 2, 3]), held)
+    newer = np.array(owner.insert([7, 8]), dtype=np.int64)
+    pool.drop(held[1:])  # the leaf goes to the heap; the page before it is in neither
+    owner.tree.check()
+    assert pool.counts[kernel.NUM_QUEUED] == 1
+    assert pool.links[held, kernel.QUEUED].tolist() == [0, 0, 1]
+    pool.hold(newer)  # the list is empty
+    pool.drop(held[:1])  # and takes the first page, which is as old as those after it
+    owner.tree.check()
+    assert pool.links[held, kernel.QUEUED].tolist() == [kernel.IN_LIST, 0, 1]
+    pool.drop(newer)
+    for left in (2, 1, 0):
+        assert owner.tree.evict(1) == 1
+        owner.tree.check()
+        assert (owner.match([1, 2, 3]), owner.match([7, 8])) == (left, 2)
+    assert owner.tree.evict(9) == 2
 
 
 def test_siblings_are_found_in_a_tree_of_logarithmic_depth() -> None:
