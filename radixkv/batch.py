@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixkv.cache import Lease
-from radixkv.groups import SharedRun, shared_runs
+from radixkv.groups import SharedRun
 from radixkv.reference import AttentionBatch
 
 
@@ -78,11 +78,12 @@ def build_batch(runs: Sequence[Run], device: torch.device) -> Batch:
     slots[positions < write_from[seqs]] = 0  # of NULL_PAGE: what is written there is dropped
     logit_rows = np.flatnonzero(positions >= logits_from[seqs])
 
-    config = runs[0].lease.cache.config
+    cache = runs[0].lease.cache
+    config = cache.config
     groups: tuple[SharedRun, ...] = ()
     if config.shared_prefix != "never":
         query_lens = np.diff(cu_seqlens_q)
-        groups = shared_runs(page_table, seq_lens, query_lens, config.page_size)
+        groups = cache.run_finder.shared_runs(page_table, seq_lens, query_lens, config.page_size)
 
     def on_device(values: NDArray[Any]) -> Tensor:
         return torch.from_numpy(values).to(device, non_blocking=True)

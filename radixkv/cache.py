@@ -31,7 +31,7 @@ from radixkv import snapshot, view
 from radixkv.attention import Backend, get_backend
 from radixkv.config import KVConfig, parse_bytes, require_int, require_namespace, require_real
 from radixkv.errors import CacheInvariantError, CapacityError
-from radixkv.groups import SharedRun, shared_runs
+from radixkv.groups import RunFinder, SharedRun
 from radixkv.pool import (
     PageIds,
     PagePool,
@@ -593,6 +593,7 @@ class PrefixCache:
         self.device = torch.device(device)
         self.codec = KVCodec(spec, self.config)
         self.backend: Backend = get_backend(backend, self.device)
+        self.run_finder = RunFinder()
         self.page_size = self.config.page_size
         if self.config.capacity is None:
             capacity = free_device_bytes(self.device) // _DEFAULT_CAPACITY_SHARE
@@ -834,7 +835,7 @@ class PrefixCache:
 
         runs: tuple[SharedRun, ...] = ()
         if self.config.shared_prefix != "never":
-            runs = shared_runs(table, seq_lens, np.diff(starts), self.page_size)
+            runs = self.run_finder.shared_runs(table, seq_lens, np.diff(starts), self.page_size)
         return AttentionBatch(
             slot_mapping=on_device(np.concatenate(slots)),
             page_table=on_device(table),

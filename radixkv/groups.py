@@ -44,6 +44,59 @@ def shared_runs(
     return find_runs(page_table, (np.asarray(seq_lens) - np.asarray(query_lens)) // page_size)
 
 
+class _Found(NamedTuple):
+    """Runs, and what they were found in."""
+
+    page_table: NDArray[np.int32]
+    num_pages: NDArray[np.int64]
+    shared_pages: NDArray[np.int64]
+    runs: tuple[SharedRun, ...]
+
+    def hold(self, page_table: NDArray[np.int32], num_pages: NDArray[np.int64]) -> bool:
+        """Whether these are the runs of ``page_table`` as well."""
+        num_seqs, widest = self.page_table.shape
+        if len(page_table) != num_seqs or page_table.shape[1] < widest:
+            return False
+        grown = num_pages - self.num_pages
+        # What a sequence gets may be shared if all that it had was.
+        if grown.min() < 0 or ((grown > 0) & (self.shared_pages == self.num_pages)).any():
+            return False
+        changed = np.flatnonzero(page_table[:, :widest] != self.page_table)
+        seqs, columns = changed // max(1, widest), changed % max(1, widest)
+        return bool((columns >= self.num_pages[seqs]).all())
+
+
+class RunFinder:
+    """`shared_runs` of one step after another, found anew only where that may change them.
+
+    A step in which sequences only grew has the runs of the one before. Any number of threads
+    may share a finder.
+    """
+
+    def __init__(self) -> None:
+        self._last: _Found | None = None
+
+    def shared_runs(
+        self,
+        page_table: NDArray[np.int32],
+        seq_lens: NDArray[Any] | Sequence[int],
+        query_lens: NDArray[Any] | Sequence[int],
+        page_size: int,
+    ) -> tuple[SharedRun, ...]:
+        """As the function of this name."""
+        num_pages = (np.asarray(seq_lens) - np.asarray(query_lens)) // page_size
+        last = self._last
+        if last is not None and last.hold(page_table, num_pages):
+            return last.runs
+        runs = find_runs(page_table, num_pages)
+        shared_pages = np.zeros(len(num_pages), np.int64)
+        for run in runs:  # parents first
+            shared_pages[run.seqs] = run.stop
+        table = page_table[:, : num_pages.max(initial=0)].copy()
+        self._last = _Found(table, num_pages, shared_pages, runs)
+        return runs
+
+
 def find_runs(
     page_table: NDArray[np.int32],
     num_pages: NDArray[Any] | Sequence[int],
@@ -136,4 +189,4 @@ def _runs(
     return tuple(runs)
 
 
-__all__ = ["SharedRun", "find_runs", "shared_runs"]
+__all__ = ["RunFinder", "SharedRun", "find_runs", "shared_runs"]

@@ -18,7 +18,7 @@ from radixkv.attention import get_backend
 from radixkv.cache import Lease, PrefixCache
 from radixkv.config import KVConfig
 from radixkv.engine import Engine
-from radixkv.groups import SharedRun, find_runs
+from radixkv.groups import RunFinder, SharedRun, find_runs
 from radixkv.quant import KVCodec, KVSpec, hadamard
 from radixkv.reference import KVReads, ScoreRule
 from radixkv_kernels import cpu
@@ -117,6 +117,60 @@ def test_thresholds_leave_runs_nested_and_without_gaps(
         end = mine[-1].stop if mine else 0
         for column in range(end + min_pages - 1, num_pages[seq]):
             assert len(sharers(page_table, num_pages, seq, column)) < min_seqs
+
+
+def as_sets(runs: tuple[SharedRun, ...]) -> set[tuple[int, int, tuple[int, ...]]]:
+    return {(run.start, run.stop, tuple(sorted(run.seqs.tolist()))) for run in runs}
+
+
+@given(st.integers(0, 2**32), st.integers(1, 12), st.integers(0, 4))
+def test_runs_that_are_kept_are_those_that_would_be_found(seed, num_seqs, depth) -> None:
+    """Sequences grow (by pages of their own, or of another), shrink, swap and are replaced."""
+    rng = np.random.default_rng(seed)
+    table, num_pages = random_forest(rng, num_seqs, depth, 4)
+    table = np.pad(table, ((0, 0), (0, 12)))
+    finder, fresh = RunFinder(), 10_000
+    for _ in range(12):
+        runs = finder.shared_runs(table, num_pages + 1, np.ones_like(num_pages), 1)
+        assert as_sets(runs) == as_sets(find_runs(table, num_pages))
+        table = table.copy()  # the finder must not be told by what it was given
+        change = rng.integers(0, 8)
+        seq, other = rng.integers(0, num_seqs, 2)
+        if change < 5:  # as in decode, each at its own time
+            for grows in np.flatnonzero(rng.random(num_seqs) < 0.3):
+                if num_pages[grows] < table.shape[1]:
+                    fresh += 1
+                    is_copy = rng.random() < 0.2 and num_pages[other] > num_pages[grows]
+                    page = table[other, num_pages[grows]] if is_copy else fresh
+                    table[grows, num_pages[grows]] = page
+                    num_pages[grows] += 1
+        elif change == 5:
+            num_pages[seq] = rng.integers(0, num_pages[seq] + 1)
+        elif change == 6:
+            table[[seq, other]], num_pages[[seq, other]] = (
+                table[[other, seq]],
+                num_pages[[other, seq]],
+            )
+        elif num_pages[seq]:
+            fresh += 1
+            table[seq, rng.integers(0, num_pages[seq])] = fresh
+        table[np.arange(table.shape[1]) >= num_pages[:, None]] = 0
+
+
+def test_steps_that_only_grow_keep_their_runs() -> None:
+    table, num_pages = random_forest(np.random.default_rng(3), 40, 3, 5)
+    table = np.pad(table, ((0, 0), (0, 8)))
+    for seq in range(40):  # a page of its own, that is not yet full
+        table[seq, num_pages[seq]] = 1_000_000 + seq
+    num_pages += 1
+    finder = RunFinder()
+    runs = finder.shared_runs(table, num_pages, np.zeros_like(num_pages), 1)
+    assert runs
+    for step in range(5):
+        seq = np.arange(step, 40, 2)
+        table[seq, num_pages[seq]] = 2_000_000 + 40 * step + seq
+        num_pages[seq] += 1
+        assert finder.shared_runs(table, num_pages, np.zeros_like(num_pages), 1) is runs
 
 
 @pytest.mark.parametrize("num_prompts", [1, 16, 64, 256])
