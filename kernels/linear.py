@@ -478,11 +478,17 @@ class Program:
                   out, out_row, 0, 0, weight2, bias2, out2)  # fmt: skip
 
     def _step(self, num_outputs: int, num_inputs: int) -> int:
-        """Outputs of a task."""
+        """Outputs of a task: as many as the cache holds, less where threads then end together."""
         self._work += num_outputs * num_inputs
+        tile = _TILE[1]
         even = -(-num_outputs // self.num_threads)
-        fits = min(_MAX_TASK, _TASK_BYTES // (4 * num_inputs), even)
-        return max(1, fits // _TILE[1]) * _TILE[1]
+        most = max(1, min(_MAX_TASK, _TASK_BYTES // (4 * num_inputs), even) // tile)
+
+        def longest(tiles: int) -> int:
+            num_tasks = -(-num_outputs // (tiles * tile))
+            return -(-num_tasks // self.num_threads) * tiles
+
+        return tile * min(range(most, most // 2, -1), key=longest)
 
     def norm(
         self, size: int, x: Address, x_row: int, weight: Address, eps: int, out: Address,

@@ -14,13 +14,13 @@ from __future__ import annotations
 import copy
 import gc
 import importlib.util
+import itertools
 import math
 import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -149,7 +149,7 @@ def common_prefixes(prompts: Sequence[list[int]], shortest: int = 64) -> list[li
     [[1, 2], [1, 2, 3]]
     """
     found = set()
-    for one, other in pairwise(sorted(prompts)):
+    for one, other in itertools.pairwise(sorted(prompts)):
         same = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
         length = next(same, min(len(one), len(other)))
         if length >= shortest:
@@ -297,24 +297,26 @@ class OpenVino(Program):
 
         first = math.inf
         handles: list[Any] = []
+        numbers = itertools.count()
 
         def ask_all(asks: Sequence[Ask]) -> None:
             nonlocal first
             for ask in asks:
                 ids = self._tensor(np.array([ask.token_ids], dtype=np.int64))
-                handles.append(self._pipeline.add_request(len(handles), ids, self._config(ask)))
+                handles.append(self._pipeline.add_request(next(numbers), ids, self._config(ask)))
             while self._pipeline.has_non_finished_requests():
                 self._pipeline.step()
-                first = min(first, time.perf_counter())
+                if math.isinf(first) and any(handle.can_read() for handle in handles):
+                    first = time.perf_counter()
 
         # It computes a prefix that is not cached yet for each prompt anew: so it is asked first.
         prefixes = common_prefixes([ask.token_ids for ask in asks])
         for prefix in prefixes:
             ask_all([Ask(prefix, 1)])
-        first = math.inf
+        handles, first = [], math.inf
         ask_all(asks)
         tokens = 0
-        for ask, handle in zip(asks, handles[len(prefixes) :], strict=True):
+        for ask, handle in zip(asks, handles, strict=True):
             outputs = handle.read_all()
             best = outputs[:1] if ask.beams else outputs
             tokens += sum(len(output.generated_ids) for output in best)

@@ -494,6 +494,7 @@ class Engine:
             self._reset()
 
     def _drop_stale(self) -> None:
+        self._runner.look()
         if self._watch.changed():
             logger.warning("the model was changed: all cached KV is dropped")
             self._reset()

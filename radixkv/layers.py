@@ -59,13 +59,16 @@ class _Part:
     bias: Tensor | None
     weight_at: int
     bias_at: int
+    memory: tuple[Tensor, ...]  # stays while it may be read, though the parameter has other
 
     @classmethod
     def of(cls, parent: nn.Module, name: str) -> _Part:
         module = parent._modules[name]
         assert module is not None
         weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
-        return cls(parent._modules, name, module, weight, bias, _address(weight), _address(bias))
+        memory = tuple(one.detach() for one in (weight, bias) if one is not None)
+        places = _address(weight), _address(bias)
+        return cls(parent._modules, name, module, weight, bias, *places, memory)
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -139,7 +142,6 @@ class _Parts:
         self._programs: dict[tuple[int, int], tuple[Any, Any]] = {}
 
     def are_unchanged(self) -> bool:
-        # One loop with plain names: it runs for every layer of every step.
         for siblings, name, module, parameters, weight, weight_at, bias, bias_at in self._seen:
             if (
                 siblings.get(name) is not module
@@ -223,7 +225,8 @@ class FusedLayer:
 
     It computes what the layer's own forward does, in float32 on a CPU without gradients, while
     an engine's handler serves the attention; else, or if a part of the layer is not as it was,
-    it calls the layer's own.
+    it calls the layer's own. Parts are looked at when it runs first, and after `look`: looking
+    at all parts of all layers takes a twentieth of a step that decodes one sequence.
 
     Args:
         layer: of a known family; its linear layers and its activation are steady ones.
@@ -237,6 +240,11 @@ class FusedLayer:
         self._family = _family(layer)
         self._handler = handler
         self._parts: _Parts | None = None
+        self._is_seen = False
+
+    def look(self) -> None:
+        """At its next call, see whether the layer is still what it was."""
+        self._is_seen = False
 
     def __call__(self, *args: Any, **keywords: Any) -> Tensor:
         layer, handler = self._layer(), self._handler()
@@ -251,12 +259,15 @@ class FusedLayer:
 
     def _look(self, layer: nn.Module, x: Tensor, embeddings: Sequence[Tensor]) -> bool:
         """Whether the layer, and what it is called with, are fit for the compiled calls."""
-        if self._parts is None or not self._parts.are_unchanged():
-            try:
-                self._parts = _Parts(layer, self._family)
-            except LookupError:
-                self._parts = None
-                return False
+        if not self._is_seen:
+            if self._parts is None or not self._parts.are_unchanged():
+                try:
+                    self._parts = _Parts(layer, self._family)
+                except LookupError:
+                    self._parts = None
+                    return False
+            self._is_seen = True
+        assert self._parts is not None
         return (
             x.shape[:-1] == embeddings[0].shape[:-1]
             and x.shape[0] == 1
@@ -363,6 +374,14 @@ class SteadyModel:
         except BaseException:
             self.restore()
             raise
+
+    def look(self) -> None:
+        """See anew whether fused layers are what they were: the model may have been changed."""
+        for fused in self._fused:
+            module = fused()
+            forward = None if module is None else module.__dict__.get("forward")
+            if isinstance(forward, FusedLayer):
+                forward.look()
 
     def restore(self) -> None:
         """Put the plain layers back."""

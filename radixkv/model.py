@@ -341,6 +341,7 @@ class ModelRunner:
         head = model.get_output_embeddings()
         self.vocab_size: int = getattr(head, "out_features", None) or head.weight.shape[0]
         self.release: Callable[[], Any] = lambda: None
+        self.look: Callable[[], None] = lambda: None  # after this, changed layers are noticed
         self.max_positions = max_positions(model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._rules: dict[int, ScoreRule] = {}
@@ -401,7 +402,8 @@ class ModelRunner:
                         dtype=dtype,
                     ),
                 )
-                _, unpack = steady(model, lambda: _active.handler)
+                held, unpack = steady(model, lambda: _active.handler)
+                runner.look = held.look
 
                 def release() -> None:
                     unpack()

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from radixkv import Engine, KVConfig
 from radixkv.layers import FusedLayer, steady
 from radixkv_kernels import linear as kernels
 
@@ -51,8 +52,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
 @pytest.fixture
 def fused(
     tiny_model: Callable[..., Any], request: pytest.FixtureRequest
-) -> Iterator[tuple[Any, nn.Module]]:
-    """A model whose attention is `attend`, and its first layer."""
+) -> Iterator[tuple[Any, nn.Module, Callable[[], None]]]:
+    """A model whose attention is `attend`, its first layer, and what has it looked at again."""
     from transformers import AttentionInterface
 
     def function(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **keywords: Any) -> Any:
@@ -66,8 +67,8 @@ def fused(
             nn.init.normal_(
                 parameter, mean=0.5, std=0.3, generator=torch.Generator().manual_seed(1)
             )
-    _, release = steady(model, lambda: attend)
-    yield model, model.model.layers[0]
+    held, release = steady(model, lambda: attend)
+    yield model, model.model.layers[0], held.look
     release()
     forwards = [module.__dict__.get("forward") for module in model.modules()]
     assert not any(isinstance(forward, FusedLayer) for forward in forwards)
@@ -116,6 +117,7 @@ def test_new_weights_are_followed(fused: Any, counted: Counted) -> None:
         layer.mlp.up_proj.weight.mul_(2)
         layer.input_layernorm.weight = nn.Parameter(3 * layer.input_layernorm.weight)
         layer.self_attn.v_proj.weight.data = 2 * layer.self_attn.v_proj.weight.data
+    fused[2]()
     got, expected = run(layer)
     assert torch.allclose(got, expected, rtol=1e-4, atol=1e-3)
     assert not torch.allclose(got, before, rtol=1e-2)
@@ -178,9 +180,26 @@ def test_a_changed_layer_runs_its_own_forward(
     if ran_before:
         run(layer)
     change(layer)
+    fused[2]()
     got, expected = run(layer)
     assert torch.equal(got, expected)
     assert counted.calls == ran_before
+
+
+def test_an_engine_sees_a_hook_when_the_next_request_starts(
+    tiny_model: Callable[..., Any], counted: Counted
+) -> None:
+    model = tiny_model("llama", fresh=True)
+    kv = KVConfig(dtype="model", page_size=4, capacity="4MiB")
+    prompt = list(range(5, 25))
+    with Engine(model, kv=kv) as engine:
+        before = engine.score(prompt, [[7, 8]])
+        hook = model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: 0 * out)
+        engine.reset_cache()
+        changed = engine.score(prompt, [[7, 8]])
+        hook.remove()
+        engine.reset_cache()
+        assert engine.score(prompt, [[7, 8]]) == before != changed
 
 
 def test_other_inputs_run_the_layers_own_forward(fused: Any, counted: Counted) -> None:
@@ -193,9 +212,11 @@ def test_other_inputs_run_the_layers_own_forward(fused: Any, counted: Counted) -
         assert torch.equal(out, type(layer).forward(layer, rows, **given_))
     with torch.no_grad():
         layer.double()
+        fused[2]()
         double = {"position_embeddings": (cos.double(), sin.double())}
         assert layer(x.double(), **double).dtype == torch.float64
         layer.float()
+        fused[2]()
         layer(x, **keywords)
     assert counted.calls == 1
 
@@ -225,6 +246,7 @@ def test_copies_run_their_own_weights_and_forwards(
         x, keywords = inputs(layer, 5)
         got = other(x, **keywords)
         layer.mlp.up_proj.weight.mul_(2)
+        fused[2]()
         assert torch.allclose(got, layer(x, **keywords), rtol=1e-4, atol=1e-4)
     assert counted.calls == 1  # that of the original
     assert not isinstance(other.mlp.up_proj, type(layer.mlp.up_proj))
