@@ -527,7 +527,14 @@ class Engine:
     def _settle(self, progressed: dict[Request, None]) -> None:
         """Start what was submitted, end what was aborted or timed out, forget what has ended."""
         if self._inbox:
-            self._drop_stale()
+            try:
+                self._drop_stale()
+            except Exception as error:
+                # Whether what is cached still fits the model is not known: nothing may start.
+                while self._inbox:
+                    request = self._inbox.popleft()
+                    self._live[request] = progressed[request] = None
+                    request.fail(error)
         while self._inbox:
             request = self._inbox.popleft()
             self._live[request] = None

@@ -45,6 +45,9 @@ class FakeRunner:
     def release(self) -> None:
         pass
 
+    def look(self) -> None:
+        pass
+
     def forward(self, batch: Any, cache: Any) -> torch.Tensor:
         attention, layer = batch.attention, cache.layer(0)
         rows = torch.stack([batch.input_ids[0], batch.positions[0]], dim=1).float()[:, None]
@@ -241,4 +244,20 @@ def test_bookkeeping_of_a_step_is_small() -> None:
         print(f"batch 64 without a model: {times}")
         assert times["bookkeeping_ms"] < 50
         assert times["bookkeeping_ms"] < times["step_ms"]
+        check_idle(engine)
+
+
+def test_a_model_that_cannot_be_looked_at_fails_its_requests_and_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken() -> None:
+        raise ValueError("no such layer")
+
+    with fake_engine(64, 4) as engine:
+        with monkeypatch.context() as patched:
+            patched.setattr(engine._runner, "look", broken)
+            for _ in range(2):
+                with pytest.raises(ValueError, match="no such layer"):
+                    engine.generate([1, 2, 3], max_new_tokens=3)
+        assert engine.generate([1, 2, 3], max_new_tokens=3).samples
         check_idle(engine)
