@@ -1738,6 +1738,7 @@ def _combine_halves(b: Any, vectors: list[Any], combine: Callable[[Any, Any, Any
 _PANEL = 2 * LANES  # keys (of K) or columns (of V) of a panel
 _HALF_M = _TILE_M // 2  # rows come in tiles of _TILE_M, and a last one of half as many
 SHARED_ROWS = 32  # query rows (tokens x heads) that are scored at once, to stay in cache
+MOST_SHARED_ROWS = 512  # of a task: unpacking is cheap beside them, and threads end together
 
 
 def shares_in_pairs(formats: tuple[int, int], head_dim: int, v_head_dim: int) -> bool:
@@ -2600,8 +2601,9 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
                             partial = partials + partial_bytes * (
                                 (query * group + g) * partial_rows
                             )
-                        # Splits that this query does not see yet count as nothing.
-                        factor = _merge(partial, partial_bytes, num_splits, out_vectors, sink, row)
+                        # A tile's splits may begin after this query.
+                        seen = min(num_splits, (first_pos + query) // split_tokens + 1)
+                        factor = _merge(partial, partial_bytes, seen, out_vectors, sink, row)
                         _store_row(
                             v_dim,
                             row,
@@ -2653,16 +2655,20 @@ def shared_scratch_bytes(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, most_ro
 
 
 def make_shared(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
-    """The kernel for whole splits that several query rows attend to: their partial results."""
+    """The kernel for splits that several query rows attend to: their partial results.
+
+    The queries of a task stand in the order of their positions; the last one sees all that is
+    read of a split, each one what lies up to its own token.
+    """
     k_scales, v_scales = num_scales(k_fmt, k_dim), num_scales(v_fmt, v_dim)
     v_groups = num_groups(v_fmt, v_dim)
     k_row, v_row = _row_bytes(k_fmt, k_dim), _row_bytes(v_fmt, v_dim)
     k_split, v_split = k_fmt == INT4, v_fmt == INT4
     q_width = -(-4 * _num_pairs(k_fmt, k_dim) // 64) * 64
     partial_bytes = 4 * LANES * (1 + len(_pieces(v_dim)))
-    line, half_line, vectors = _DECODE_LINE, _DECODE_LINE // 2, SPLIT // LANES
+    line, half_line = _DECODE_LINE, _DECODE_LINE // 2
     lanes, split_tokens, half_tile, ahead = LANES, SPLIT, _HALF_M, PREFETCH_TOKENS
-    num_panels, num_blocks, num_pairs = SPLIT // _PANEL, SPLIT // 8, SPLIT // 2
+    panel = _PANEL
     at, at_q = _shared_layout(k_fmt, v_fmt, k_dim, v_dim)
     at_row, at_words, at_k_rows, at_v_rows = (at[n] for n in ("row", "words", "k_rows", "v_rows"))
     at_k_factors, at_v_factors, at_v_largest, at_scores, at_weights, at_worth = (
@@ -2710,10 +2716,12 @@ def make_shared(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
                 scale = _quantize_query(k_fmt, k_dim, row, words)
                 _pair_query(k_fmt, k_dim, words, q + r * q_width)
                 _put_f32(q_scales, r, scale)
+            last_pos = np.int64(_get_i32(args.queries, 3 * (after_query - 1) + 1))
             while split < after_split:
                 origin = split * split_tokens
+                num_tokens = min(split_tokens, last_pos + 1 - origin)
                 if args.window > 0:
-                    # Positions of a task's queries ascend: what the first does not see, none sees.
+                    # What the first does not see, none sees.
                     pos = np.int64(_get_i32(args.queries, 3 * task_query + 1))
                     if pos + 1 - args.window >= origin + split_tokens:
                         for query in range(task_query, after_query):
@@ -2726,9 +2734,9 @@ def make_shared(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
                                 _put_f32(partial, 1, np.float32(0.0))
                         split += 1
                         continue
-                _count(args.counters, 4, split_tokens)
+                _count(args.counters, 4, num_tokens)
                 t = 0
-                while t < split_tokens:
+                while t < num_tokens:
                     page = np.int64(
                         _get_i32(args.page_table, seq * args.table_row + (origin + t) // page_size)
                     )
@@ -2752,13 +2760,20 @@ def make_shared(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
                         _put_i64(k_rows, t + i, k_page + i * k_row)
                         _put_i64(v_rows, t + i, v_page + i * v_row)
                     t += page_size
+                # What fills the last panel is multiplied, by weights of 0.
+                packed = (num_tokens + panel - 1) // panel * panel
+                for i in range(num_tokens, packed):
+                    _put_i64(k_rows, i, _get_i64(k_rows, num_tokens - 1))
+                    _put_i64(v_rows, i, _get_i64(v_rows, num_tokens - 1))
+                    for n in range(v_scales):
+                        _put_f32(v_factors + n * line, i, np.float32(0.0))
                 if v_split:
-                    _largest_scales(v_scales, v_factors, line, v_largest, vectors)
+                    _largest_scales(v_scales, v_factors, line, v_largest, packed // lanes)
                 for i in range(ahead):
-                    _put_i64(k_rows, split_tokens + i, _get_i64(v_rows, i))
-                    _put_i64(v_rows, split_tokens + i, _get_i64(v_rows, split_tokens - 1))
-                _pack_keys(k_fmt, k_dim, k_rows, num_blocks, ahead, k_panels)
-                _pack_values(v_fmt, v_dim, v_rows, num_pairs, ahead, v_panels)
+                    _put_i64(k_rows, packed + i, _get_i64(v_rows, min(i, num_tokens - 1)))
+                    _put_i64(v_rows, packed + i, _get_i64(v_rows, num_tokens - 1))
+                _pack_keys(k_fmt, k_dim, k_rows, packed // 8, ahead, k_panels)
+                _pack_values(v_fmt, v_dim, v_rows, packed // 2, ahead, v_panels)
                 next_query = task_query
                 while next_query < after_query:
                     first_query = next_query
@@ -2767,6 +2782,10 @@ def make_shared(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
                     next_query += num_queries
                     num_rows = num_queries * group
                     num_halves = (num_rows + half_tile - 1) // half_tile
+                    pos = np.int64(_get_i32(args.queries, 3 * (next_query - 1) + 1))
+                    most_seen = min(split_tokens, max(np.int64(0), pos + 1 - origin))
+                    num_panels = (most_seen + panel - 1) // panel
+                    vectors = num_panels * panel // lanes
                     for r in range(num_rows):
                         base = np.int64(_get_i32(args.queries, 3 * (first_query + r // group) + 2))
                         partial = args.partials + partial_bytes * (
@@ -2792,11 +2811,10 @@ def make_shared(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
                     for r in range(num_rows):
                         query = first_query + r // group
                         pos = np.int64(_get_i32(args.queries, 3 * query + 1))
+                        seen = min(split_tokens, max(np.int64(0), pos + 1 - origin))
                         skipped = np.int64(0)
                         if args.window > 0:
-                            skipped = min(
-                                split_tokens, max(np.int64(0), pos + 1 - args.window - origin)
-                            )
+                            skipped = min(seen, max(np.int64(0), pos + 1 - args.window - origin))
                         mine = scores + r * line
                         if k_split:
                             scale = _get_f32(q_scales, first_row + r)
@@ -2805,16 +2823,18 @@ def make_shared(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
                             _cap(mine, args.softcap, vectors)
                         if args.slopes != 0:
                             slope = _get_f32(args.slopes, head * group + r % group)
-                            for i in range(split_tokens):
+                            for i in range(seen):
                                 bias = slope * np.float32(origin + i - pos)
                                 _put_f32(mine, i, _get_f32(mine, i) + bias)
                         for i in range(skipped):
                             _put_f32(mine, i, np.float32(-np.inf))
+                        for i in range(seen, vectors * lanes):
+                            _put_f32(mine, i, np.float32(-np.inf))
                         largest, heaviest = np.float32(-np.inf), np.float32(0.0)
-                        if skipped < split_tokens:
+                        if skipped < seen:
                             largest = _largest(mine, vectors)
                         partial = _get_i64(targets, r) - 4 * lanes
-                        if skipped == split_tokens:
+                        if skipped == seen:
                             _fill(mine, np.float32(0.0), vectors)
                         else:
                             factors = v_largest if v_split else v_factors
@@ -2833,7 +2853,7 @@ def make_shared(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
                             )
                             _put_f32(worth, weight_row, heaviest / np.float32(32767.0))
                         _put_f32(partial, 0, largest)
-                        if skipped == split_tokens:
+                        if skipped == seen:
                             _put_f32(partial, 1, np.float32(0.0))
                     _sum_panels(
                         v_fmt,
@@ -2842,7 +2862,7 @@ def make_shared(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
                         weights,
                         num_halves,
                         v_panels,
-                        num_pairs,
+                        vectors * lanes // 2,
                         worth,
                         targets,
                     )
@@ -3358,9 +3378,10 @@ def make_plan(
         cu_seqlens_q: cumulative new tokens, first 0.
         group: query heads a KV head.
         in_rows: several new tokens run through the decode kernel too (see `extends_in_rows`).
-        shared: (sequences, first split, split after the last) of runs of whole splits that are
-            the same pages for all of these sequences, and seen whole by all of their new tokens
-            (but for a sliding window). A sequence's runs begin at split 0 and leave no gap.
+        shared: (sequences, first split, split after the last) of runs of splits that are the same
+            pages for all of these sequences. A sequence's runs begin at split 0 and leave no gap.
+            All new tokens of several sequences see a run whole (but for a sliding window); a
+            sequence's own run may hold those tokens, if ``in_rows``.
         num_kv_heads: with few shared splits of few heads, every thread still gets some work.
     Raises:
         ValueError: more new tokens than the sequence has.
@@ -3383,7 +3404,10 @@ def make_plan(
             members = np.array(queries, np.int32).reshape(-1, 4)
             most = 1 << 30 if in_rows else max(1, TILE_ROWS // group)
             tasks, members = _shared_tasks(shared, members, group, num_kv_heads, most)
-            tokens += SPLIT * int((tasks[:, 2] - tasks[:, 1]).sum())
+            if len(tasks):
+                last = members[tasks[:, 3] + tasks[:, 4] - 1, 1]
+                read_to = np.minimum(tasks[:, 2] * SPLIT, last + 1)
+                tokens += int((read_to - tasks[:, 1] * SPLIT).sum())
             passes.append(
                 Pass(
                     np.array(rows, np.int32).reshape(-1, 5),
@@ -3430,7 +3454,9 @@ def make_plan(
                 first_pos = seq_len - query_len + first_query
                 read = min(seq_len, first_pos + ROW_QUERIES)
                 splits = -(-read // SPLIT)
-                tokens, tokens_alone = tokens + read - kept * SPLIT, tokens_alone + read
+                kept = min(int(num_shared[seq]), splits)
+                tokens += max(0, read - kept * SPLIT)
+                tokens_alone += read
                 most_splits = max(most_splits, splits)
                 base = -1
                 if kept:
@@ -3468,22 +3494,37 @@ def _shared_tasks(
     num_splits = num_kv_heads * sum(stop - start for _, start, stop in shared)
     parts = -(-3 * num_threads // max(1, num_splits))
     # A task quantizes its queries once for all of its splits.
-    step = max(1, min(8, num_splits // (8 * num_threads)))
+    most_splits = max(1, min(8, num_splits // (8 * num_threads)))
     for seqs, start, stop in shared:
         mine = queries[np.isin(queries[:, 3], seqs)]
         if not len(mine):
             continue
         mine = mine[np.argsort(mine[:, 1], kind="stable")]
-        pieces = max(1, min(parts, len(mine) * group // SHARED_ROWS), -(-len(mine) // most_queries))
-        bounds = np.linspace(0, len(mine), pieces + 1).astype(np.int64)
-        splits, firsts = np.meshgrid(np.arange(start, stop, step), bounds[:-1], indexing="ij")
-        owner = np.full(splits.shape, seqs[0])
-        counts = np.broadcast_to(np.diff(bounds), splits.shape)
-        after = np.minimum(splits + step, stop)
-        task = np.stack([owner, splits, after, firsts + num_members, counts], axis=-1)
-        tasks.append(task.reshape(-1, 5))
-        members.append(mine[:, :3])
-        num_members += len(mine)
+        # Splits that all of these queries see, then one by one those that the later ones do.
+        whole = max(start, min(stop, int(mine[0, 1]) // SPLIT + 1))
+        for first, after in ((start, whole), *((i, i + 1) for i in range(whole, stop))):
+            mine = mine[np.searchsorted(mine[:, 1], first * SPLIT) :]
+            if after == first or not len(mine):
+                continue
+            num_rows = len(mine) * group
+            pieces = max(
+                1,
+                min(parts, num_rows // SHARED_ROWS),
+                -(-num_rows // MOST_SHARED_ROWS),
+                -(-len(mine) // most_queries),
+            )
+            bounds = np.linspace(0, len(mine), pieces + 1).astype(np.int64)
+            # The last pieces see most: taken first, they leave no thread behind.
+            splits, firsts = np.meshgrid(
+                np.arange(first, after, most_splits), bounds[-2::-1], indexing="ij"
+            )
+            owner = np.full(splits.shape, seqs[0])
+            counts = np.broadcast_to(np.diff(bounds)[::-1], splits.shape)
+            ends = np.minimum(splits + most_splits, after)
+            task = np.stack([owner, splits, ends, firsts + num_members, counts], axis=-1)
+            tasks.append(task.reshape(-1, 5))
+            members.append(mine[:, :3])
+            num_members += len(mine)
     if not tasks:
         return np.zeros((0, 5), np.int32), np.zeros((0, 3), np.int32)
     return (

@@ -123,10 +123,11 @@ _Splits = list[tuple[NDArray[np.int64], int, int]]
 
 
 def _shared_splits(batch: AttentionBatch, page_size: int, chunks: bool) -> _Splits:
-    """The runs of whole splits that several new tokens see: sequences, first split, and after.
+    """The runs of splits that several new tokens see: sequences, first split, and after.
 
     A split belongs to the run in which it ends: that run's sequences share all before it, too.
-    Without ``chunks``, sequences with several new tokens have no part in it.
+    What follows a sequence's runs its own new tokens share, themselves among it. Without
+    ``chunks``, sequences with several new tokens have no part in it.
     """
     query_lens = batch.query_lens
     shared: _Splits = []
@@ -137,11 +138,9 @@ def _shared_splits(batch: AttentionBatch, page_size: int, chunks: bool) -> _Spli
         if stop > start and len(seqs) > 1:
             shared.append((seqs, start, stop))
             ends[seqs] = stop
-    # The tokens of one chunk share what lies before it.
     for seq in np.flatnonzero(query_lens > 1).tolist() if chunks else ():
-        after = (batch.host_lens[0][seq] - int(query_lens[seq])) // cpu.SPLIT
-        if after > ends[seq]:
-            shared.append((np.array([seq]), int(ends[seq]), after))
+        after = -(-batch.host_lens[0][seq] // cpu.SPLIT)
+        shared.append((np.array([seq]), int(ends[seq]), after))
     return shared
 
 
