@@ -160,16 +160,16 @@ _WRITE_FIELDS = (
     "v_rows",
     "v_rows_token",
     "v_rows_head",
-    "k_center",
-    "k_center_head",
     "slots",
     "num_tokens",
     "num_tasks",
-    "checks",
-    "writes",
     "rotate_k",
     "rotate_v",
+    "k_center",
+    "k_center_head",
     *_PAGE_FIELDS,
+    "checks",
+    "writes",
     "counters",
 )
 WRITE_ARGS = np.dtype([(name, "i8") for name in _WRITE_FIELDS])
@@ -3285,14 +3285,17 @@ def _run_at(address: int, pointer: int, num_threads: int) -> None:
                 other.result()
 
 
-def _memory(name: str, num_bytes: int) -> int:
-    """The address of this thread's buffer of at least ``num_bytes``, not cleared."""
-    address, size, _ = getattr(_local, name, (0, -1, None))
-    if size < num_bytes:
+def _memory(name: str, num_bytes: int) -> tuple[int, torch.Tensor]:
+    """A buffer of this thread, not cleared: its address, and its owner.
+
+    It has at least ``num_bytes``; when more is asked for, the thread gets another one.
+    """
+    kept: tuple[int, int, torch.Tensor] | None = getattr(_local, name, None)
+    if kept is None or kept[1] < num_bytes:
         buffer = torch.empty(num_bytes + 64, dtype=torch.uint8)
-        address = -(-buffer.data_ptr() // 64) * 64
-        setattr(_local, name, (address, num_bytes, buffer))
-    return int(address)
+        kept = -(-buffer.data_ptr() // 64) * 64, num_bytes, buffer
+        setattr(_local, name, kept)
+    return kept[0], kept[2]
 
 
 def require_sizes(formats: tuple[int, int], dims: tuple[int, int]) -> None:
@@ -3636,7 +3639,7 @@ class Step:
         }
         group, sizes = num_q_heads // num_kv_heads, (*formats, *dims)
         partial_bytes = 4 * partial_floats(dims[1])
-        self._launches: list[_Launch] = []
+        self.launches: list[_Launch] = []
         for step in plan.passes:
             kept = {"num_partials": step.num_partials}
             counters = np.zeros(COUNTERS + step.num_partials * num_kv_heads, np.int64)
@@ -3661,8 +3664,8 @@ class Step:
             scratch = extend_scratch_bytes(*sizes, group)
             self._add("tiles", ("tiles",), _kernel(make_extend, *sizes), plan.tiles, scratch)
         most_partials = max((step.num_partials for step in plan.passes), default=0)
-        self._partials_bytes = num_q_heads * most_partials * partial_bytes
-        self._is_small = plan.tokens_alone * num_q_heads * sum(dims) < SMALL
+        self.partials_bytes = num_q_heads * most_partials * partial_bytes
+        self.is_small = plan.tokens_alone * num_q_heads * sum(dims) < SMALL
 
     def _add(
         self,
@@ -3686,18 +3689,18 @@ class Step:
         if counters is None:
             counters = np.zeros(COUNTERS, np.int64)
         kept = record.tobytes() + counters.tobytes()
-        self._launches.append(_Launch(name, paths, kernel, kept, scratch_bytes))
+        self.launches.append(_Launch(name, paths, kernel, kept, scratch_bytes))
 
     def attend(
         self,
         places: tuple[int, ...],
         q: torch.Tensor,
-        *,
         softmax_scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
+        window: int = 0,
+        softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
         alibi_slopes: torch.Tensor | None = None,
+        *,
         num_threads: int | None = None,
     ) -> torch.Tensor:
         """Attend the batch's new tokens to one layer's pages.
@@ -3707,6 +3710,7 @@ class Step:
         Args:
             places: `page_arguments` of the layer.
             q: [num_tokens, num_q_heads, head_dim] float32, last dimension contiguous.
+            window, softcap: 0 is none.
             sinks, alibi_slopes: [num_q_heads] float32, contiguous.
             num_threads: None is torch's.
         Returns:
@@ -3714,31 +3718,62 @@ class Step:
         Raises:
             ValueError: a page id that the pool does not have.
         """
-        num_threads = num_threads or (1 if self._is_small else torch.get_num_threads())
         out = torch.empty(q.shape[0], self._num_q_heads, self._v_head_dim)
-        q_token, q_head, _ = q.stride()
-        layer = (
-            q.data_ptr(),
-            out.data_ptr(),
-            q_token,
-            q_head,
-            self._num_q_heads * self._v_head_dim,
-            self._v_head_dim,
-            *places,
-            0 if sinks is None else sinks.data_ptr(),
-            0 if alibi_slopes is None else alibi_slopes.data_ptr(),
-            window or 0,
+        AttentionCall(self, q, out, num_threads).run(
+            places, softmax_scale, window, softcap, sinks, alibi_slopes
         )
-        partials = _memory("partials", self._partials_bytes)
-        for launch in self._launches:
-            scratch = _memory("scratch", num_threads * launch.scratch_bytes)
+        return out
+
+
+class AttentionCall:
+    """A step whose q, and what it is attended to, lie in the same memory for many layers.
+
+    It belongs to the thread that made it.
+
+    Args:
+        q: [num_tokens, num_q_heads, head_dim] float32, last dimension contiguous.
+        out: [num_tokens, num_q_heads, v_head_dim] float32, contiguous; `run` fills it.
+        num_threads: None is torch's.
+    """
+
+    def __init__(
+        self, step: Step, q: torch.Tensor, out: torch.Tensor, num_threads: int | None = None
+    ) -> None:
+        q_token, q_head, _ = q.stride()
+        out_token, out_head, _ = out.stride()
+        self._head = (q.data_ptr(), out.data_ptr(), q_token, q_head, out_token, out_head)
+        self._num_threads = num_threads or (1 if step.is_small else torch.get_num_threads())
+        scratch_bytes = max((launch.scratch_bytes for launch in step.launches), default=0)
+        partials, partials_owner = _memory("partials", step.partials_bytes)
+        scratch, scratch_owner = _memory("scratch", self._num_threads * scratch_bytes)
+        # Their addresses are in the records.
+        self._kept = step, q, out, partials_owner, scratch_owner
+        self._launches = []
+        for launch in step.launches:
             record = bytearray(launch.record)
             address = ctypes.addressof(ctypes.c_char.from_buffer(record))
-            counters = address + ARGS.itemsize
+            places = scratch, partials, address + ARGS.itemsize
+            self._launches.append((launch, record, address, places))
+
+    def run(
+        self,
+        places: tuple[int, ...],
+        softmax_scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+    ) -> None:
+        """Attend; see `Step.attend`."""
+        sinks_at = 0 if sinks is None else sinks.data_ptr()
+        slopes_at = 0 if alibi_slopes is None else alibi_slopes.data_ptr()
+        for launch, record, address, memory in self._launches:
+            record[:] = launch.record  # the counters, too
             _CALL.pack_into(
-                record, 0, *layer, scratch, partials, counters, softmax_scale, softcap or 0.0
-            )
-            _run_at(launch.kernel, address, num_threads)
+                record, 0, *self._head, *places, sinks_at, slopes_at, window, *memory,
+                softmax_scale, softcap,
+            )  # fmt: skip
+            _run_at(launch.kernel, address, self._num_threads)
             bad_page, _, num_read = _COUNTED.unpack_from(record, ARGS.itemsize + 2 * 8)
             for path in launch.paths:
                 runs[path] += 1
@@ -3748,11 +3783,86 @@ class Step:
                     f"page_table: expected page ids from 0 to "
                     f"{places[_PAGE_FIELDS.index('num_pages')] - 1}, got {_bad_number(bad_page)}"
                 )
-        return out
 
 
 _COUNTED = struct.Struct("=3q")
 _NO_CENTER = torch.zeros(MAX_HEAD_DIM)
+
+
+class Write:
+    """New rows of K and V, made ready to be quantized and scattered into many layers' pages.
+
+    It belongs to the thread that made it.
+
+    Args:
+        formats: of K and of V.
+        slot_mapping: [num_tokens] int64, contiguous.
+        k, v: [num_tokens, num_kv_heads, head_dim] float32, last dimension contiguous.
+        rotate: whether K and V are stored rotated.
+    Raises:
+        ValueError: a size that is not supported.
+    """
+
+    def __init__(
+        self,
+        formats: tuple[int, int],
+        slot_mapping: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        rotate: tuple[bool, bool],
+    ) -> None:
+        self._kept = slot_mapping, k, v  # their addresses are in the record
+        k_token, k_head, _ = k.stride()
+        v_token, v_head, _ = v.stride()
+        num_tokens, _, k_dim = k.shape
+        self._kernel = _write_kernel(*formats, k_dim, v.shape[2])
+        num_tasks = -(-num_tokens // WRITE_TOKENS)
+        self._num_threads = torch.get_num_threads() if num_tasks > 1 else 1
+        self._record = (ctypes.c_int64 * _WRITE_WORDS)(
+            k.data_ptr(),
+            k_token,
+            k_head,
+            v.data_ptr(),
+            v_token,
+            v_head,
+            slot_mapping.data_ptr(),
+            num_tokens,
+            num_tasks,
+            *rotate,
+        )
+        self._address = ctypes.addressof(self._record)
+
+    def run(self, places: tuple[int, ...], k_center: torch.Tensor | None = None) -> bool:
+        """Write; False (nothing written) if not all rows are finite.
+
+        Args:
+            places: `page_arguments` of the layer, whose pages are mutated.
+            k_center: taken off each row of K. [num_kv_heads, head_dim] float32, as k.
+        Raises:
+            ValueError: a slot that the pool does not have.
+        """
+        record, counters = self._record, self._address + 8 * _WRITE_COUNTERS
+        alone = self._num_threads == 1
+        center = (_NO_CENTER, 0) if k_center is None else (k_center, 4 * k_center.stride(0))
+        record[_WRITE_LAYER:] = (
+            center[0].data_ptr(), center[1], *places, 1, alone, counters, 0, 0, 0, 0
+        )  # fmt: skip
+        _run_at(self._kernel, self._address, self._num_threads)
+        bad_slot, not_finite = record[_WRITE_COUNTERS + 2 :]
+        if bad_slot:
+            num_pages, page_size, _ = places[-3:]
+            raise ValueError(
+                f"slot_mapping: expected slots from 0 to {num_pages * page_size - 1}, got "
+                f"{_bad_number(bad_slot)}"
+            )
+        if not_finite:
+            return False
+        if not alone:
+            record[_WRITE_COUNTERS - 3 : _WRITE_COUNTERS - 1] = 0, 1
+            _run_at(self._kernel, self._address, self._num_threads)
+        runs["write"] += 1
+        return True
 
 
 def write(
@@ -3765,59 +3875,11 @@ def write(
     rotate: tuple[bool, bool],
     k_center: torch.Tensor | None = None,
 ) -> bool:
-    """Quantize new rows of K and V and scatter them; False (nothing written) if not all finite.
-
-    Args:
-        places: `page_arguments` of the layer, whose pages are mutated.
-        slot_mapping: [num_tokens] int64, contiguous.
-        k, v: [num_tokens, num_kv_heads, head_dim] float32, last dimension contiguous.
-        k_center: taken off each row of K. [num_kv_heads, head_dim] float32, as k.
-    Raises:
-        ValueError: a size that is not supported, or a slot that the pool does not have.
-    """
-    k_token, k_head, _ = k.stride()
-    v_token, v_head, _ = v.stride()
-    num_tokens, _, k_dim = k.shape
-    num_tasks = -(-num_tokens // WRITE_TOKENS)
-    num_threads = torch.get_num_threads() if num_tasks > 1 else 1
-    record = (ctypes.c_int64 * _WRITE_WORDS)(
-        k.data_ptr(),
-        k_token,
-        k_head,
-        v.data_ptr(),
-        v_token,
-        v_head,
-        _NO_CENTER.data_ptr() if k_center is None else k_center.data_ptr(),
-        0 if k_center is None else 4 * k_center.stride(0),
-        slot_mapping.data_ptr(),
-        num_tokens,
-        num_tasks,
-        1,
-        num_threads == 1,
-        *rotate,
-        *places,
-    )
-    address = ctypes.addressof(record)
-    record[_WRITE_COUNTERS - 1] = address + 8 * _WRITE_COUNTERS
-    kernel = _write_kernel(*formats, k_dim, v.shape[2])
-    _run_at(kernel, address, num_threads)
-    bad_slot, not_finite = record[_WRITE_COUNTERS + 2 : _WRITE_COUNTERS + 4]
-    if bad_slot:
-        num_pages, page_size, _ = places[-3:]
-        num_slots = num_pages * page_size
-        raise ValueError(
-            f"slot_mapping: expected slots from 0 to {num_slots - 1}, got {_bad_number(bad_slot)}"
-        )
-    if not_finite:
-        return False
-    if num_threads > 1:
-        record[_WRITE_FIELDS.index("writes")] = 1
-        record[_WRITE_FIELDS.index("checks")] = 0
-        _run_at(kernel, address, num_threads)
-    runs["write"] += 1
-    return True
+    """`Write` into one layer's pages."""
+    return Write(formats, slot_mapping, k, v, rotate=rotate).run(places, k_center)
 
 
+_WRITE_LAYER = _WRITE_FIELDS.index("k_center")
 _WRITE_COUNTERS = len(_WRITE_FIELDS)
 _WRITE_WORDS = _WRITE_COUNTERS + 4
 

@@ -509,9 +509,7 @@ class Program:
     def run(self, **addresses: int) -> None:
         """Run it; the memory at all addresses must stay until it has run."""
         local = _local
-        words, num_threads = local.words, self.num_threads
-        if self._work * (8 + self.num_rows) < _SMALL:
-            num_threads = 1
+        words, num_threads = local.words, self._threads()
         if self._image is None:
             self._image = (ctypes.c_int64 * len(self._words))(*self._words)
         ctypes.memmove(local.address, self._image, 8 * len(self._words))
@@ -521,6 +519,51 @@ class Program:
         words[_HEAD_COUNTERS] = local.counters
         words[_MAX_WORDS] = words[_MAX_WORDS + 1] = 0
         cpu._run_at(cpu._kernel(make_program), local.address, num_threads)
+
+    def place(self, *names: str, **addresses: int) -> PlacedProgram:
+        """The program as it is now, with all addresses but those of ``names`` filled in."""
+        return PlacedProgram(self._words, self._given, names, addresses, self._threads())
+
+    def _threads(self) -> int:
+        return 1 if self._work * (8 + self.num_rows) < _SMALL else self.num_threads
+
+
+class PlacedProgram:
+    """A program whose memory stays where it is; made by `Program.place`.
+
+    One thread may run it at a time.
+    """
+
+    def __init__(
+        self,
+        words: list[int],
+        given: list[tuple[int, str, int]],
+        names: tuple[str, ...],
+        addresses: dict[str, int],
+        num_threads: int,
+    ) -> None:
+        size = len(words)
+        self._words = (ctypes.c_int64 * (size + 2))(*words)
+        self._address = ctypes.addressof(self._words)
+        self._words[_HEAD_NUM_OPS] = size // _WORDS - 1
+        self._words[_HEAD_COUNTERS] = self._address + 8 * size
+        self._counters = slice(size, size + 2)
+        self._open = []  # (word, which of the addresses, bytes to add)
+        for number, name, num_bytes in given:
+            if name in names:
+                self._open.append((number, names.index(name), num_bytes))
+            else:
+                self._words[number] = addresses[name] + num_bytes
+        self._num_threads = num_threads
+        self._kernel = cpu._kernel(make_program)
+
+    def run(self, *addresses: int) -> None:
+        """Run it; ``addresses`` in the order of the names that were left open."""
+        words = self._words
+        for number, which, num_bytes in self._open:
+            words[number] = addresses[which] + num_bytes
+        words[self._counters] = 0, 0
+        cpu._run_at(self._kernel, self._address, self._num_threads)
 
 
 def bits_of(value: float) -> int:

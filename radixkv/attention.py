@@ -31,6 +31,8 @@ class Backend:
         settle: called at the end of a step: raises what `write_kv` could not know without
             waiting for the device (only on a GPU; the others raise at once).
         copy_pages: copies the first tokens of pages in all layers; None leaves it to torch.
+        prepare: makes the first two ready for many layers, as `radixkv.cpu_backend.prepare`;
+            None if nothing is gained by it.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Backend:
     paged_attention: Callable[[KVCodec, LayerPages, Tensor, AttentionBatch, ScoreRule], Tensor]
     settle: Callable[[KVCodec], None] = lambda codec: None
     copy_pages: Callable[[KVCodec, LayerPages, Sequence[tuple[int, int, int]]], None] | None = None
+    prepare: Callable[..., Callable[..., None]] | None = None
 
 
 _TORCH = Backend("torch", reference.write_kv, reference.paged_attention)
@@ -66,7 +69,8 @@ def get_backend(name: str, device: torch.device) -> Backend:
     if name == "cpu" and device.type == "cpu":
         from radixkv import cpu_backend  # here, because it loads Numba
 
-        return Backend("cpu", cpu_backend.write_kv, cpu_backend.paged_attention)
+        write_kv, attention = cpu_backend.write_kv, cpu_backend.paged_attention
+        return Backend("cpu", write_kv, attention, prepare=cpu_backend.prepare)
     if name == "triton" and device.type in ("cpu", "cuda"):
         return _triton_backend(device)
     raise ValueError(

@@ -94,10 +94,16 @@ def write_kv(
     center = None if k_center is None else _rows(k_center)
     rows = (_rows(k), _rows(v))
     if not cpu.write(_places(layer), formats, slots, *rows, rotate=rotate, k_center=center):
-        # The plain twin names the heads: it raises before it writes, too.
-        k = k if k_center is None else k.float() - k_center
-        reference.encode_rows(codec.k_format, False, k, name="K", layer_idx=layer_idx)
-        reference.encode_rows(codec.v_format, False, v, name="V", layer_idx=layer_idx)
+        _refuse_rows(codec, k, v, layer_idx, k_center)
+
+
+def _refuse_rows(
+    codec: KVCodec, k: Tensor, v: Tensor, layer_idx: int, k_center: Tensor | None
+) -> None:
+    """Raise what the plain twin does, which names the heads (before it writes, too)."""
+    k = k if k_center is None else k.float() - k_center
+    reference.encode_rows(codec.k_format, False, k, name="K", layer_idx=layer_idx)
+    reference.encode_rows(codec.v_format, False, v, name="V", layer_idx=layer_idx)
 
 
 def _plan(codec: KVCodec, batch: AttentionBatch, group: int) -> cpu.Plan:
@@ -253,21 +259,64 @@ def paged_attention(
 
     Accuracy: float32 arithmetic; a sequence's result does not depend on the rest of the batch.
     """
+    out: Tensor = _step_of(codec, batch, q).attend(
+        _places(layer),
+        _rows(q),
+        *_terms(rule),
+    )
+    return out if out.dtype is q.dtype else out.to(q.dtype)
+
+
+def prepare(
+    codec: KVCodec, batch: AttentionBatch, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+) -> Callable[[LayerPages, int, Tensor | None, ScoreRule], None]:
+    """`write_kv` and `paged_attention` for layers whose rows lie in the same memory.
+
+    Args:
+        q: [num_tokens, num_q_heads, head_dim] float32, as k and v; last dimension contiguous.
+        out: what attention gives. [num_tokens, num_q_heads, v_head_dim] float32, contiguous.
+    Returns:
+        what writes and attends to one layer's pages, on this thread: called with its pages,
+        its index, its ``k_center`` (float32) and its rule.
+    """
+    formats, _, rotate = _stored(codec)
+    slots = _packed("slot_mapping", batch.slot_mapping, torch.int64)
+    write = cpu.Write(formats, slots, k, v, rotate=rotate).run
+    attend = cpu.AttentionCall(_step_of(codec, batch, q), q, out).run
+
+    def run(layer: LayerPages, layer_idx: int, k_center: Tensor | None, rule: ScoreRule) -> None:
+        places = _places(layer)
+        if not write(places, k_center):
+            _refuse_rows(codec, k, v, layer_idx, k_center)
+        attend(places, *_terms(rule))
+
+    return run
+
+
+def _terms(rule: ScoreRule) -> tuple[float, int, float, Tensor | None, Tensor | None]:
+    """A rule in the kernels' words."""
+    known: tuple[float, int, float, Tensor | None, Tensor | None] | None
+    known = rule.__dict__.get("_cpu_terms")
+    if known is None:
+        sinks, slopes = (
+            None if one is None else one.detach().float().contiguous()
+            for one in (rule.sinks, rule.alibi_slopes)
+        )
+        known = (rule.softmax_scale, rule.sliding_window or 0, rule.softcap or 0.0, sinks, slopes)
+        if (sinks is None or sinks is rule.sinks) and (
+            slopes is None or slopes is rule.alibi_slopes
+        ):
+            rule.__dict__["_cpu_terms"] = known
+    return known
+
+
+def _step_of(codec: KVCodec, batch: AttentionBatch, q: Tensor) -> cpu.Step:
+    """What the layers of a step have in common; one batch serves them all."""
     _, num_q_heads, head_dim = q.shape
-    steps = batch.__dict__.setdefault("_cpu_steps", {})  # one batch serves every layer of a step
+    steps = batch.__dict__.setdefault("_cpu_steps", {})
     key = (id(codec), num_q_heads, head_dim)
     if key not in steps:
         steps[key] = (codec, _step(codec, batch, num_q_heads, head_dim))
     step: cpu.Step = steps[key][1]  # the codec is kept too: its id stays its own
     batch.reads.tokens, batch.reads.tokens_alone = step.plan.tokens, step.plan.tokens_alone
-    sinks, slopes = rule.sinks, rule.alibi_slopes
-    out: Tensor = step.attend(
-        _places(layer),
-        _rows(q),
-        softmax_scale=rule.softmax_scale,
-        window=rule.sliding_window,
-        softcap=rule.softcap,
-        sinks=None if sinks is None else sinks.detach().float().contiguous(),
-        alibi_slopes=None if slopes is None else slopes.detach().float().contiguous(),
-    )
-    return out if out.dtype is q.dtype else out.to(q.dtype)
+    return step

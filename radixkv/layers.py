@@ -8,6 +8,7 @@ layer that is not known, or that was changed, runs as transformers runs it.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 import weakref
@@ -22,7 +23,13 @@ from torch import Tensor, nn
 from radixkv.linear import SteadyActivation, SteadyLinear, can_multiply, linear_kernels
 
 Handler = Callable[[nn.Module, Tensor, Tensor, Tensor, Mapping[str, Any]], Tensor]
-"""Attention of one layer: module, query, key, value, keywords; shapes as transformers has them."""
+"""Attention of one layer: module, query, key, value, keywords; shapes as transformers has them.
+
+It may have two attributes. ``prepare(q, k, v, out)``: gives a function that serves the attention
+of layers whose rows lie there (all [num_tokens, num_heads, head_dim]), called with the module,
+and the keywords of the layer and of its family; or None. ``relay``: ours, None at first.
+"""
+Served = Callable[[nn.Module, Mapping[str, Any], Mapping[str, Any]], None]
 
 # What the attention of each known family is told of a sliding window.
 _WINDOWS: dict[str, Callable[[Any], int | None]] = {
@@ -35,6 +42,8 @@ _WINDOWS: dict[str, Callable[[Any], int | None]] = {
 }
 _BLOCK_ROWS = 512  # that run at a time: what lies between the products stays in a cache
 _MAX_PROGRAMS = 64  # that a layer keeps, by numbers of rows
+_MAX_DESKS = 16  # that a thread keeps
+_FEW_ROWS = 64  # that a step's layers run from one place: then time between calls counts
 _IN_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
 _IN_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -134,12 +143,14 @@ class _Parts:
         }
 
         self.widths = [part.module.out_features for part in (self.q, self.k, self.v)]
+        self.geometry = (self.hidden_size, self.head_dim, self.num_inner, *self.widths)
         self._seen = [
             (p.siblings, p.name, p.module, p.module._parameters, p.weight, p.weight_at, p.bias,
              p.bias_at)
             for p in self.all
         ]  # fmt: skip
         self._programs: dict[tuple[int, int], tuple[Any, Any]] = {}
+        self.placed: dict[_Desk, tuple[Any, Any]] = {}
 
     def are_unchanged(self) -> bool:
         for siblings, name, module, parameters, weight, weight_at, bias, bias_at in self._seen:
@@ -165,6 +176,17 @@ class _Parts:
             made = self._before(num_rows, num_threads), self._after(num_rows, num_threads)
             self._programs[num_rows, num_threads] = made
         return made
+
+    def place(self, desk: _Desk) -> None:
+        """Make the programs of a desk's rows ready there: x, and x and out, are left open."""
+        if desk not in self.placed:
+            if len(self.placed) == _MAX_PROGRAMS:
+                self.placed.clear()
+            before, after = self.programs(desk.num_rows, desk.num_threads)
+            self.placed[desk] = (
+                before.place("x", **desk.places),
+                after.place("x", "out", **desk.places),
+            )
 
     def heads_of(self, joint: Tensor) -> Iterator[Tensor]:
         """q, k and v, [1, num_heads, num_rows, head_dim], in their joint rows."""
@@ -220,6 +242,77 @@ class _Parts:
         return program
 
 
+class _Desk:
+    """Where a thread runs the layers of steps of ``num_rows`` rows: all that they need but x."""
+
+    def __init__(self, parts: _Parts, num_rows: int, num_threads: int) -> None:
+        self.num_rows, self.num_threads = num_rows, num_threads
+        head_dim, widths = parts.head_dim, parts.widths
+        sizes = {
+            "joint": sum(widths), "attended": widths[0], "cos": head_dim, "sin": head_dim,
+            "normed": parts.hidden_size, "middle": parts.hidden_size, "gate": parts.num_inner,
+            "up": parts.num_inner,
+        }  # fmt: skip
+        with torch.inference_mode(False):  # or only inference could use it again
+            memory = torch.empty(num_rows * sum(sizes.values()))
+            rows = dict(
+                zip(sizes, memory.split([num_rows * n for n in sizes.values()]), strict=True)
+            )
+            self.places = {name: part.data_ptr() for name, part in rows.items()}
+            joint = rows["joint"].view(num_rows, -1, head_dim)
+            self.q, self.k, self.v = joint.split([width // head_dim for width in widths], dim=1)
+            self.attended = rows["attended"].view(num_rows, -1, head_dim)
+        self._turn_bytes = 4 * num_rows * head_dim
+
+    def turn(self, cos: Tensor, sin: Tensor) -> None:
+        """Take the RoPE of a step."""
+        ctypes.memmove(self.places["cos"], cos.data_ptr(), self._turn_bytes)
+        ctypes.memmove(self.places["sin"], sin.data_ptr(), self._turn_bytes)
+
+
+class _Desks(threading.local):
+    def __init__(self) -> None:
+        self.known: dict[tuple[Any, ...], _Desk] = {}
+
+
+_desks = _Desks()
+
+
+def _desk_of(parts: _Parts, num_rows: int) -> _Desk:
+    num_threads = torch.get_num_threads()
+    key = (num_rows, num_threads, *parts.geometry)
+    desk = _desks.known.get(key)
+    if desk is None:
+        if len(_desks.known) == _MAX_DESKS:
+            _desks.known.clear()
+        desk = _desks.known[key] = _Desk(parts, num_rows, num_threads)
+    return desk
+
+
+class _Relay:
+    """A forward pass that goes from fused layer to fused layer, on one desk.
+
+    Attributes:
+        x: what the last layer gave; who gets that very tensor is the next.
+    """
+
+    def __init__(
+        self, desk: _Desk, serve: Served, x: Tensor, embeddings: tuple[Tensor, Tensor]
+    ) -> None:
+        self.desk, self._serve, self.x, self.embeddings = desk, serve, x, embeddings
+        desk.turn(*embeddings)
+
+    def run(self, parts: _Parts, x: Tensor, keywords: Mapping[str, Any]) -> Tensor:
+        before, after = parts.placed[self.desk]
+        x_at = x.data_ptr()
+        before.run(x_at)
+        self._serve(parts.attention, keywords, parts.keywords)
+        out = torch.empty_like(x)
+        after.run(x_at, out.data_ptr())
+        self.x = out
+        return out
+
+
 class FusedLayer:
     """The forward of a pre-norm decoder layer with RoPE and a gated MLP, in two compiled calls.
 
@@ -247,13 +340,31 @@ class FusedLayer:
         self._is_seen = False
 
     def __call__(self, *args: Any, **keywords: Any) -> Tensor:
-        layer, handler = self._layer(), self._handler()
+        handler, parts = self._handler(), self._parts
+        relay: _Relay | None = getattr(handler, "relay", None)
+        if (
+            relay is not None
+            and self._is_seen
+            and parts is not None
+            and len(args) == 1
+            and args[0] is relay.x
+            and keywords.get("position_embeddings") is relay.embeddings
+            and relay.desk in parts.placed
+            and not torch.is_grad_enabled()
+        ):
+            return relay.run(parts, args[0], keywords)
+        layer = self._layer()
         assert layer is not None  # its forward is what runs
         if handler is not None and len(args) == 1 and not torch.is_grad_enabled():
             embeddings = keywords.get("position_embeddings")
             if embeddings is not None and self._look(layer, args[0], embeddings):
+                parts = self._parts
+                assert parts is not None
+                relay = self._relay(handler, parts, args[0], embeddings)
+                if relay is not None:
+                    return relay.run(parts, args[0], keywords)
                 cos, sin = embeddings
-                return self._run(handler, args[0], cos, sin, keywords)
+                return self._run(handler, parts, args[0], cos, sin, keywords)
         own: Tensor = type(layer).forward(layer, *args, **keywords)
         return own
 
@@ -277,16 +388,32 @@ class FusedLayer:
             and all(tensor.shape[2] == self._parts.head_dim for tensor in embeddings)
         )
 
+    def _relay(
+        self, handler: Handler, parts: _Parts, x: Tensor, embeddings: tuple[Tensor, Tensor]
+    ) -> _Relay | None:
+        """What goes from here to the layers that follow, if there are few rows."""
+        prepare = getattr(handler, "prepare", None)
+        if prepare is None or x.shape[1] > _FEW_ROWS:
+            return None
+        desk = _desk_of(parts, x.shape[1])
+        relay: _Relay | None = handler.relay  # type: ignore[attr-defined]
+        if relay is None or relay.desk is not desk or relay.embeddings is not embeddings:
+            serve = prepare(desk.q, desk.k, desk.v, desk.attended)
+            relay = None if serve is None else _Relay(desk, serve, x, embeddings)
+            handler.relay = relay  # type: ignore[attr-defined]
+        if relay is not None:
+            parts.place(desk)
+        return relay
+
     def _run(
         self,
         handler: Handler,
+        parts: _Parts,
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
         keywords: Mapping[str, Any],
     ) -> Tensor:
-        parts = self._parts
-        assert parts is not None
         num_rows, widths = x.shape[1], parts.widths
         num_threads, blocks = torch.get_num_threads(), range(0, num_rows, _BLOCK_ROWS)
         block = min(num_rows, _BLOCK_ROWS)

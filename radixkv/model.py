@@ -13,7 +13,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -30,7 +30,7 @@ from radixkv.errors import NonFiniteError, UnsupportedModelError
 from radixkv.graphs import Capture, DecodeGraphs, capture_cuda, is_decode
 from radixkv.layers import steady
 from radixkv.quant import KVCodec, KVSpec
-from radixkv.reference import ScoreRule, attend_dense, rotate_rows
+from radixkv.reference import AttentionBatch, ScoreRule, attend_dense, rotate_rows
 
 _PROBE_TOKENS = 12  # of the self test; windows up to this length less one are exercised by it
 _PROBE_CUTS = (1, 2, 5, 11, 28, 45)  # where the probe of `is_batch_invariant` is cut into steps
@@ -328,6 +328,79 @@ def max_positions(model: Any) -> int | None:
     return limit
 
 
+class _Paged:
+    """The attention of one forward pass, served from a cache's pages.
+
+    Attributes:
+        num_served: layers that it has attended.
+        relay: what `radixkv.layers` passes from layer to layer.
+    """
+
+    def __init__(
+        self,
+        rules: dict[int, ScoreRule],
+        batch: AttentionBatch,
+        cache: PrefixCache,
+        centers: Sequence[Tensor] | None,
+    ) -> None:
+        self._rules, self._batch, self._cache, self._centers = rules, batch, cache, centers
+        self.num_served = 0
+        self.relay: Any = None
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        keywords: Mapping[str, Any],
+    ) -> Tensor:
+        codec, backend, batch = self._cache.codec, self._cache.backend, self._batch
+        layer_idx: int = module.layer_idx  # type: ignore[assignment]
+        rule, center = self._rule(layer_idx, query.shape[3], keywords), self._center(layer_idx)
+        pages = self._cache.layer(layer_idx)
+        q, k, v = (rows.select(0, 0).transpose(0, 1) for rows in (query, key, value))
+        backend.write_kv(
+            codec, pages, batch.slot_mapping, k, v, layer_idx=layer_idx, k_center=center
+        )
+        self.num_served += 1
+        return backend.paged_attention(codec, pages, q, batch, rule)[None]
+
+    def prepare(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+    ) -> Callable[[torch.nn.Module, Mapping[str, Any], Mapping[str, Any]], None] | None:
+        """The same for layers whose rows lie in the same memory; see `radixkv.layers.Handler`."""
+        cache = self._cache
+        if cache.backend.prepare is None:
+            return None
+        run, head_dim = cache.backend.prepare(cache.codec, self._batch, q, k, v, out), q.shape[2]
+
+        def serve(
+            module: torch.nn.Module, keywords: Mapping[str, Any], more: Mapping[str, Any]
+        ) -> None:
+            layer_idx: int = module.layer_idx  # type: ignore[assignment]
+            rule = self._rule(layer_idx, head_dim, keywords, more)
+            run(cache.storage.layer(layer_idx), layer_idx, self._center(layer_idx), rule)
+            self.num_served += 1
+
+        return serve
+
+    def _center(self, layer_idx: int) -> Tensor | None:
+        return None if self._centers is None else self._centers[layer_idx]
+
+    def _rule(
+        self,
+        layer_idx: int,
+        head_dim: int,
+        keywords: Mapping[str, Any],
+        more: Mapping[str, Any] = {},
+    ) -> ScoreRule:
+        rule = self._rules.get(layer_idx)
+        if rule is None:
+            rule = self._rules[layer_idx] = score_rule({**keywords, **more}, head_dim)
+        return rule
+
+
 class ModelRunner:
     """Runs batches of a model on a cache's pages.
 
@@ -562,46 +635,19 @@ class ModelRunner:
         """
         codec, backend = cache.codec, cache.backend
         centers = self.k_center.unbind() if codec.centers_k else None
-        served: list[int] = []
-
-        def handler(
-            batch: Batch,
-            module: torch.nn.Module,
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            keywords: Mapping[str, Any],
-        ) -> Tensor:
-            layer_idx: int = module.layer_idx  # type: ignore[assignment]
-            rule = self._rules.get(layer_idx)
-            if rule is None:
-                rule = self._rules[layer_idx] = score_rule(keywords, query.shape[3])
-            pages = cache.layer(layer_idx)
-            backend.write_kv(
-                codec,
-                pages,
-                batch.attention.slot_mapping,
-                key.select(0, 0).transpose(0, 1),
-                value.select(0, 0).transpose(0, 1),
-                layer_idx=layer_idx,
-                k_center=None if centers is None else centers[layer_idx],
-            )
-            served.append(layer_idx)
-            rows = query.select(0, 0).transpose(0, 1)
-            return backend.paged_attention(codec, pages, rows, batch.attention, rule)[None]
 
         def compute(batch: Batch) -> Tensor:
-            served.clear()
+            paged = _Paged(self._rules, batch.attention, cache, centers)
             keywords: dict[str, Any] = {"position_ids": batch.positions, "use_cache": False}
             if self._keeps_logits:
                 keywords["logits_to_keep"] = batch.logit_rows
-            with torch.inference_mode(), attending(partial(handler, batch)):
+            with torch.inference_mode(), attending(paged):
                 logits: Tensor = self.model(input_ids=batch.input_ids, **keywords).logits[0]
-            if len(served) != self.spec.num_layers:
+            if paged.num_served != self.spec.num_layers:
                 raise UnsupportedModelError(
-                    f"{type(self.model).__name__}: {len(served)} of {self.spec.num_layers} layers "
-                    f"attended over pages; was its attention implementation changed since the "
-                    f"engine was made? Make the engine again"
+                    f"{type(self.model).__name__}: {paged.num_served} of {self.spec.num_layers} "
+                    f"layers attended over pages; was its attention implementation changed since "
+                    f"the engine was made? Make the engine again"
                 )
             return logits if self._keeps_logits else logits[batch.logit_rows]
 
