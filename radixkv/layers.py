@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from radixkv.huge_pages import use_huge_pages
 from radixkv.linear import SteadyActivation, SteadyLinear, can_multiply, linear_kernels
 
 Handler = Callable[[nn.Module, Tensor, Tensor, Tensor, Mapping[str, Any]], Tensor]
@@ -498,6 +499,9 @@ class SteadyModel:
                 if _family(module) and _is_bare(module):
                     module.forward = FusedLayer(module, handler)
                     self._fused.append(weakref.ref(module))
+            if linear_kernels() is not None:
+                layers = (m for m in made.values() if isinstance(m, SteadyLinear))
+                use_huge_pages(layer.weight for layer in layers)
         except BaseException:
             self.restore()
             raise

@@ -69,6 +69,7 @@ IMPORT_ORDER = [
     "cache",
     "batch",
     "linear",
+    "huge_pages",
     "layers",
     "fingerprint",
     "graphs",
