@@ -3285,15 +3285,15 @@ def _run_at(address: int, pointer: int, num_threads: int) -> None:
                 other.result()
 
 
-def _memory(name: str, num_bytes: int) -> tuple[int, torch.Tensor]:
+def _memory(name: str, num_bytes: int) -> tuple[int, np.ndarray]:
     """A buffer of this thread, not cleared: its address, and its owner.
 
     It has at least ``num_bytes``; when more is asked for, the thread gets another one.
     """
-    kept: tuple[int, int, torch.Tensor] | None = getattr(_local, name, None)
+    kept: tuple[int, int, np.ndarray] | None = getattr(_local, name, None)
     if kept is None or kept[1] < num_bytes:
-        buffer = torch.empty(num_bytes + 64, dtype=torch.uint8)
-        kept = -(-buffer.data_ptr() // 64) * 64, num_bytes, buffer
+        buffer = np.empty(num_bytes + 64, np.uint8)  # NumPy asks for huge pages
+        kept = -(-buffer.ctypes.data // 64) * 64, num_bytes, buffer
         setattr(_local, name, kept)
     return kept[0], kept[2]
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -272,8 +273,17 @@ class _Desk:
 
 
 class _Desks(threading.local):
+    """What a thread keeps from step to step."""
+
     def __init__(self) -> None:
         self.known: dict[tuple[Any, ...], _Desk] = {}
+        self._space = np.empty(0, np.uint8)
+
+    def space(self, num_bytes: int) -> int:
+        """The address of so much memory, whose content is anything."""
+        if self._space.nbytes < num_bytes:
+            self._space = np.empty(num_bytes, np.uint8)  # NumPy asks for huge pages
+        return self._space.ctypes.data
 
 
 _desks = _Desks()
@@ -420,9 +430,8 @@ class FusedLayer:
         block = min(num_rows, _BLOCK_ROWS)
         row, joint_row = 4 * parts.hidden_size, 4 * sum(widths)
         joint = torch.empty(1, num_rows, sum(widths))
-        # What lies between the operations of a block: only its addresses are needed.
-        space = torch.empty(block, 2 * (parts.hidden_size + parts.num_inner))
-        normed = space.data_ptr()
+        # What lies between the operations of a block.
+        normed = _desks.space(block * 8 * (parts.hidden_size + parts.num_inner))
         middle = normed + block * row
         gate = middle + block * row
         up = gate + 4 * block * parts.num_inner
