@@ -27,9 +27,11 @@ from radixkv.linear import SteadyActivation, SteadyLinear, can_multiply, linear_
 Handler = Callable[[nn.Module, Tensor, Tensor, Tensor, Mapping[str, Any]], Tensor]
 """Attention of one layer: module, query, key, value, keywords; shapes as transformers has them.
 
-It may have two attributes. ``prepare(q, k, v, out)``: gives a function that serves the attention
+It may have three attributes. ``prepare(q, k, v, out)``: gives a function that serves the attention
 of layers whose rows lie there (all [num_tokens, num_heads, head_dim]), called with the module,
 and the keywords of the layer and of its family; or None. ``relay``: ours, None at first.
+``wanted(module)``: the rows that anything will read of what this attention's layer gives; None is
+all. The others come out as zeros.
 """
 Served = Callable[[nn.Module, Mapping[str, Any], Mapping[str, Any]], None]
 
@@ -432,9 +434,6 @@ class FusedLayer:
         joint = torch.empty(1, num_rows, sum(widths))
         # What lies between the operations of a block.
         normed = _desks.space(block * 8 * (parts.hidden_size + parts.num_inner))
-        middle = normed + block * row
-        gate = middle + block * row
-        up = gate + 4 * block * parts.num_inner
         x_at, joint_at, cos_at, sin_at = (t.data_ptr() for t in (x, joint, cos, sin))
         turn_row = 4 * parts.head_dim
         for first in blocks:
@@ -448,12 +447,28 @@ class FusedLayer:
             )
         q, k, v = parts.heads_of(joint)
         attended = handler(parts.attention, q, k, v, {**keywords, **parts.keywords})
-        attended = attended.contiguous()
+        wanted = handler.wanted(parts.attention) if hasattr(handler, "wanted") else None
+        if wanted is None or len(wanted) == num_rows:
+            return self._after(parts, attended.contiguous(), x, normed)
+        out = torch.zeros_like(x)
+        if len(wanted):
+            few = attended.index_select(1, wanted), x.index_select(1, wanted)
+            out.index_copy_(1, wanted, self._after(parts, *few, normed))
+        return out
+
+    @staticmethod
+    def _after(parts: _Parts, attended: Tensor, x: Tensor, normed: int) -> Tensor:
+        """What follows the attention; ``normed`` is where the space of a block begins."""
+        num_rows = x.shape[1]
+        block, row = min(num_rows, _BLOCK_ROWS), 4 * parts.hidden_size
+        middle = normed + block * row
+        gate = middle + block * row
+        up = gate + 4 * block * parts.num_inner
         attended_at, attended_row = attended.data_ptr(), attended.stride(1) * 4
         out = torch.empty_like(x)
-        out_at = out.data_ptr()
-        for first in blocks:
-            _, after = parts.programs(min(block, num_rows - first), num_threads)
+        x_at, out_at = x.data_ptr(), out.data_ptr()
+        for first in range(0, num_rows, block):
+            _, after = parts.programs(min(block, num_rows - first), torch.get_num_threads())
             after.run(
                 attended=attended_at + first * attended_row,
                 x=x_at + first * row,

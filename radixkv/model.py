@@ -30,7 +30,7 @@ from radixkv.errors import NonFiniteError, UnsupportedModelError
 from radixkv.graphs import Capture, DecodeGraphs, capture_cuda, is_decode
 from radixkv.layers import steady
 from radixkv.quant import KVCodec, KVSpec
-from radixkv.reference import AttentionBatch, ScoreRule, attend_dense, rotate_rows
+from radixkv.reference import ScoreRule, attend_dense, rotate_rows
 
 _PROBE_TOKENS = 12  # of the self test; windows up to this length less one are exercised by it
 _PROBE_CUTS = (1, 2, 5, 11, 28, 45)  # where the probe of `is_batch_invariant` is cut into steps
@@ -339,11 +339,12 @@ class _Paged:
     def __init__(
         self,
         rules: dict[int, ScoreRule],
-        batch: AttentionBatch,
+        batch: Batch,
         cache: PrefixCache,
         centers: Sequence[Tensor] | None,
     ) -> None:
-        self._rules, self._batch, self._cache, self._centers = rules, batch, cache, centers
+        self._rules, self._cache, self._centers = rules, cache, centers
+        self._batch, self._logit_rows = batch.attention, batch.logit_rows
         self.num_served = 0
         self.relay: Any = None
 
@@ -384,6 +385,11 @@ class _Paged:
             self.num_served += 1
 
         return serve
+
+    def wanted(self, module: torch.nn.Module) -> Tensor | None:
+        """The rows of a layer that are read: of the last layer those that logits are made of."""
+        is_last = module.layer_idx == self._cache.spec.num_layers - 1
+        return self._logit_rows if is_last else None
 
     def _center(self, layer_idx: int) -> Tensor | None:
         return None if self._centers is None else self._centers[layer_idx]
@@ -637,7 +643,7 @@ class ModelRunner:
         centers = self.k_center.unbind() if codec.centers_k else None
 
         def compute(batch: Batch) -> Tensor:
-            paged = _Paged(self._rules, batch.attention, cache, centers)
+            paged = _Paged(self._rules, batch, cache, centers)
             keywords: dict[str, Any] = {"position_ids": batch.positions, "use_cache": False}
             if self._keeps_logits:
                 keywords["logits_to_keep"] = batch.logit_rows

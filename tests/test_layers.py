@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -52,8 +54,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
 @pytest.fixture
 def fused(
     tiny_model: Callable[..., Any], request: pytest.FixtureRequest
-) -> Iterator[tuple[Any, nn.Module, Callable[[], None]]]:
-    """A model whose attention is `attend`, its first layer, and what has it looked at again."""
+) -> Iterator[tuple[Any, nn.Module, Callable[[], None], list[Any]]]:
+    """A model, its first layer, what has it looked at again, and who serves its attention."""
     from transformers import AttentionInterface
 
     def function(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **keywords: Any) -> Any:
@@ -67,8 +69,9 @@ def fused(
             nn.init.normal_(
                 parameter, mean=0.5, std=0.3, generator=torch.Generator().manual_seed(1)
             )
-    held, release = steady(model, lambda: attend)
-    yield model, model.model.layers[0], held.look
+    handlers: list[Any] = [attend]
+    held, release = steady(model, lambda: handlers[0])
+    yield model, model.model.layers[0], held.look, handlers
     release()
     forwards = [module.__dict__.get("forward") for module in model.modules()]
     assert not any(isinstance(forward, FusedLayer) for forward in forwards)
@@ -87,6 +90,119 @@ def run(layer: Any, num_rows: int = 7) -> tuple[Tensor, Tensor]:
     x, keywords = inputs(layer, num_rows)
     with torch.inference_mode():
         return layer(x, **keywords), type(layer).forward(layer, x, **keywords)
+
+
+class Server:
+    """Serves `attend` to layers whose rows lie in one place, as an engine does."""
+
+    def __init__(self, rows: Tensor | None = None) -> None:
+        self.relay: Any = None
+        self.rows, self.prepared, self.served = rows, 0, 0
+
+    def __call__(self, *args: Any) -> Tensor:
+        return attend(*args)
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Callable[..., None]:
+        self.prepared += 1
+
+        def serve(module: Any, keywords: Any, more: Any) -> None:
+            self.served += 1
+            heads = [rows.transpose(0, 1)[None] for rows in (q, k, v)]
+            out.copy_(attend(module, *heads, {**keywords, **more})[0])
+
+        return serve
+
+    def wanted(self, module: Any) -> Tensor | None:
+        return self.rows
+
+
+def through(model: Any, num_rows: int, between: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
+    """What comes out of all layers, one after another."""
+    layers = model.model.layers
+    x, keywords = inputs(layers[0], num_rows)
+    with torch.inference_mode():
+        for layer in layers:
+            x = layer(between(x), **keywords)
+    return x
+
+
+@pytest.mark.parametrize("fused", FAMILIES, indirect=True)
+def test_layers_that_run_from_one_desk_give_the_same_bits(fused: Any) -> None:
+    model, _, look, handlers = fused
+    for num_rows in (1, 5, 64, 5, 65):
+        handlers[0] = attend
+        expected = through(model, num_rows)
+        for _ in range(2):
+            handlers[0] = server = Server()
+            assert torch.equal(through(model, num_rows), expected)
+            few = num_rows <= 64
+            assert (server.prepared, server.served) == (
+                (1, len(model.model.layers)) if few else (0, 0)
+            )
+        look()
+
+
+def test_a_desk_serves_a_tensor_that_is_not_the_last_ones(fused: Any) -> None:
+    model, _, _, handlers = fused
+    expected = through(model, 6, lambda x: x * 2)
+    handlers[0] = server = Server()
+    assert torch.equal(through(model, 6, lambda x: x * 2), expected)
+    assert server.served == len(model.model.layers)
+
+
+def test_a_layer_that_was_changed_leaves_the_desk(fused: Any) -> None:
+    model, _, look, handlers = fused
+    handlers[0] = Server()
+    through(model, 3)
+    last = model.model.layers[-1]
+    seen: list[Tensor] = []
+    hook = last.mlp.register_forward_hook(lambda module, args, out: seen.append(out))
+    look()
+    handlers[0] = attend
+    expected = through(model, 3)
+    handlers[0] = server = Server()
+    assert torch.equal(through(model, 3), expected)
+    assert len(seen) == 2
+    assert server.served == len(model.model.layers) - 1
+    hook.remove()
+
+
+def test_two_threads_have_a_desk_each(fused: Any) -> None:
+    model, _, _, handlers = fused
+    expected = {rows: through(model, rows) for rows in (2, 9)}
+    handlers[0] = Server()
+    own = threading.local()
+
+    def serve(rows: int) -> bool:
+        own.server = Server()
+        return all(torch.equal(through(model, rows), expected[rows]) for _ in range(20))
+
+    class Chosen:
+        """The server of the thread that asks."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(own.server, name)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            setattr(own.server, name, value)
+
+        def __call__(self, *args: Any) -> Tensor:
+            return attend(*args)
+
+    handlers[0] = Chosen()
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(serve, (2, 9))) == [True, True]
+
+
+@pytest.mark.parametrize("rows", [[], [0], [3, 99], list(range(100))])
+def test_rows_that_nobody_reads_are_zeros(fused: Any, rows: list[int]) -> None:
+    _, layer, _, handlers = fused
+    expected = run(layer, 100)[0]
+    handlers[0] = Server(torch.tensor(rows, dtype=torch.int64))
+    got = run(layer, 100)[0]
+    assert torch.equal(got[:, rows], expected[:, rows])
+    others = sorted(set(range(100)) - set(rows))
+    assert not got[:, others].any()
 
 
 @pytest.mark.parametrize("fused", FAMILIES, indirect=True)
