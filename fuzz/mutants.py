@@ -4,7 +4,7 @@
 
 Each mutant changes one operator or constant, or leaves out one statement, chosen by seed. It is
 caught if a short run of the seeded worlds fails or never ends, or else if the tests of the
-four files do. Survivors are printed. The kernel runs as plain Python.
+four files do. Each is printed with what caught it. The kernel runs as plain Python.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from pathlib import Path
 
 import torch
 
+CPU_LIMIT_S = 120  # of worlds, and of tests: more is a loop without end
+WALL_LIMIT_S = 1800  # of tests: threads that wait for each other use no processor time
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ("radixkv/radix.py", "radixkv/pool.py", "radixkv/cache.py", "kernels/tree.py")
 TESTS = ("test_radix.py", "test_pool.py", "test_cache.py", "test_cache_leaks.py", "test_view.py")
@@ -130,8 +132,12 @@ def _copy(folder: Path, site: Site, text: str) -> None:
     (folder / site.file.replace("kernels/", "radixkv_kernels/")).write_text(text)
 
 
+def _limit_cpu() -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S))
+
+
 def _worlds_fail(folder: Path, seeds: int) -> bool:
-    """Whether seeded worlds over the copy fail, or take more than two minutes of processor time.
+    """Whether seeded worlds over the copy fail, or take more than CPU_LIMIT_S.
 
     In a fork, so that torch is imported once for all mutants.
     """
@@ -140,7 +146,7 @@ def _worlds_fail(folder: Path, seeds: int) -> bool:
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, 1)
         os.dup2(silent, 2)
-        resource.setrlimit(resource.RLIMIT_CPU, (120, 120))
+        _limit_cpu()
         os.environ.update(RADIXKV_POISON="1", RADIXKV_PLAIN_TREE="1")
         warnings.simplefilter("error")
         for name in [n for n in sys.modules if n.split(".")[0] in ("radixkv", "fuzz")]:
@@ -160,26 +166,34 @@ def _worlds_fail(folder: Path, seeds: int) -> bool:
 
 
 def _tests_fail(folder: Path) -> bool:
-    """Whether the tests of the files that are broken fail on the copy."""
+    """Whether the tests of the files that are broken fail on the copy, or never end."""
     command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", "-W", "error"]
     command += ["--import-mode=importlib", "-k", "not compiled and not False and not does_not_grow"]
     command += [f"tests/{name}" for name in TESTS]
     env = {**os.environ, "PYTHONPATH": str(folder), "RADIXKV_PLAIN_TREE": "1"}
     try:
         done = subprocess.run(
-            command, cwd=folder, env=env, capture_output=True, timeout=900, check=False
+            command,
+            cwd=folder,
+            env=env,
+            capture_output=True,
+            timeout=WALL_LIMIT_S,
+            check=False,
+            preexec_fn=_limit_cpu,
         )
     except subprocess.TimeoutExpired:
         return True
     return done.returncode != 0
 
 
-def is_caught(site: Site, text: str, seeds: int) -> bool:
-    """Whether worlds or tests over a copy of the project with that text fail."""
+def caught_by(site: Site, text: str, seeds: int) -> str:
+    """What fails over a copy of the project with that text: "worlds", "tests" or nothing, ""."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _copy(folder, site, text)
-        return _worlds_fail(folder, seeds) or _tests_fail(folder)
+        if _worlds_fail(folder, seeds):
+            return "worlds"
+        return "tests" if _tests_fail(folder) else ""
 
 
 def main() -> int:
@@ -187,24 +201,24 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--worlds", type=int, default=40, help="seeded worlds a mutant must pass")
+    parser.add_argument("--skip", type=int, default=0, help="the first of them, run before")
     args = parser.parse_args()
     torch.set_num_threads(1)
     every = [site for file in FILES for site in sites(file)]
     sound = Site(FILES[0], 0, "as it is", 0)
-    if is_caught(sound, (ROOT / FILES[0]).read_text(), args.worlds):
+    if not args.skip and caught_by(sound, (ROOT / FILES[0]).read_text(), args.worlds):
         print("worlds or tests fail without any mutant; mend that first", file=sys.stderr)
         return 1
     chosen = random.Random(args.seed).sample(every, args.count)
     caught = 0
-    for done, site in enumerate(chosen, 1):
+    for number, site in enumerate(chosen[args.skip :], args.skip + 1):
         text, what = mutate(site)
-        if is_caught(site, text, args.worlds):
-            caught += 1
-        else:
-            print(f"survived: {site.file}:{site.line} ({site.kind}) {what}", flush=True)
-        if done % 10 == 0:
-            print(f"{done} of {len(chosen)}: {caught} caught", flush=True)
-    print(f"{caught} of {len(chosen)} caught ({caught / len(chosen):.1%})")
+        by = caught_by(site, text, args.worlds)
+        caught += bool(by)
+        fate = f"caught by {by}" if by else "SURVIVED"
+        print(f"{number}: {fate}: {site.file}:{site.line} ({site.kind}) {what}", flush=True)
+    count = len(chosen) - args.skip
+    print(f"{caught} of {count} caught ({caught / count:.1%})")
     return 0
 
 

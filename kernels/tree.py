@@ -17,8 +17,8 @@ Numba is not installed, the same source runs as plain Python over memoryviews: t
 The arrays; all rows are page ids, 0 is none, rows above ``counts[NUM_PAGES]`` are the roots of
 namespaces, which have children alone:
 
-    counts  [NOTED + NUM_NOTED] int64: totals and settings; what a call found; then digests of
-            the runs that were evicted last
+    counts  [NOTED + NUM_NOTED] int64: totals and settings; what a call found besides what it
+            returns; then digests of the runs that were evicted last
     links   [rows, NUM_LINKS] int32, by STATE to ROOT; of row 0: the ends of the list
     keys    [rows, 4] int64, by LAST_ACCESS to EXPIRES: what eviction policies look at; of a
             root: how many pages and tokens lie below it
@@ -30,8 +30,11 @@ namespaces, which have children alone:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 COMPILED = not __name__.endswith("_plain")
 if COMPILED:
@@ -46,8 +49,8 @@ if COMPILED:
 # counts
 NUM_PAGES, PAGE_SIZE, POLICY, NUM_FREE, NUM_EVICTABLE, NUM_QUEUED = range(6)
 NUM_TOKENS, NUM_EVICTED, CLOCK, NUM_NOTES, EMPTIED = range(6, 11)
-NEED, ROOM, SOURCE, END, INHERITED = range(11, 16)  # what a call found
-NOTED, NUM_NOTED = 16, 4096
+NEED, ROOM, END, INHERITED = range(11, 15)  # what a call found
+NOTED, NUM_NOTED = 15, 4096
 
 # links
 STATE = 0  # owners, and IN_TREE if the tree is one of them; 0 is free
@@ -81,7 +84,15 @@ Array = Any
 
 def _jit(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile what is called from Python."""
-    return njit(cache=True, error_model="numpy", _nrt=False)(function) if COMPILED else function
+    if COMPILED:
+        return njit(cache=True, error_model="numpy", _nrt=False)(function)
+
+    @functools.wraps(function)
+    def on_memory(*arguments: Any) -> Any:
+        # Plain Python reads a memoryview twice as fast as an array.
+        return function(*[memoryview(a) if isinstance(a, np.ndarray) else a for a in arguments])
+
+    return on_memory
 
 
 def _inline(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,24 +142,31 @@ def narrow(wide, tokens):
 
 
 @_jit
-def copy_tokens(stored, source, target, num_tokens):
-    """Copy the first tokens of a page: [num_layers, pages, heads, page_size, width] uint8."""
-    num_layers, _, num_heads, _, width = stored.shape
-    for layer in range(num_layers):
-        for head in range(num_heads):
-            for i in range(num_tokens):
-                for j in range(width):
-                    stored[layer, target, head, i, j] = stored[layer, source, head, i, j]
+def copy_tokens(every, source, target, num_tokens):
+    """Copy a page's first tokens in each of [num_layers, pages, heads, page_size, width] uint8."""
+    for stored in every:
+        num_layers, _, num_heads, _, width = stored.shape
+        for layer in range(num_layers):
+            for head in range(num_heads):
+                for i in range(num_tokens):
+                    for j in range(width):
+                        stored[layer, target, head, i, j] = stored[layer, source, head, i, j]
 
 
 # --- siblings --------------------------------------------------------------------------------
 
 
 def _shared_loop(a: Array, a_start: int, b: Array, b_start: int, most: int) -> int:
-    """How many tokens two runs share from their beginning."""
-    shared = 0
-    while shared < most and a[a_start + shared] == b[b_start + shared]:
-        shared += 1
+    """How many tokens two runs share from their beginning; mostly all of them."""
+    one, other = a[a_start : a_start + most], b[b_start : b_start + most]
+    differ = 0
+    for i in range(most):  # no way out of it: so many at a time as a vector holds
+        differ |= one[i] ^ other[i]
+    shared = most
+    if differ:
+        shared = 0
+        while one[shared] == other[shared]:
+            shared += 1
     return shared
 
 
@@ -165,12 +183,14 @@ def _shared_slices(a: Array, a_start: int, b: Array, b_start: int, most: int) ->
 _shared = _inline(_shared_loop) if COMPILED else _shared_slices
 
 
-@_jit
 def rank(page):
     """A hash of a page id: the larger stands higher in a treap."""
     mixed = (page * 0x9E3779B1) & 0xFFFFFFFF
     mixed = ((mixed ^ (mixed >> 15)) * 0x85EBCA77) & 0xFFFFFFFF
     return mixed ^ (mixed >> 13)
+
+
+_rank = _inline(rank)
 
 
 @_inline
@@ -189,8 +209,8 @@ def _add_child(counts, links, tokens, parent, page):
     """Put ``page`` among the children of ``parent``. O(log(children))."""
     holder, side = parent, CHILDREN
     at = links[holder, side]
-    own = rank(page)
-    while at and rank(at) >= own:
+    own = _rank(page)
+    while at and _rank(at) >= own:
         holder, side = at, RIGHT if _sorts_before(counts, links, tokens, at, page) else LEFT
         at = links[holder, side]
     links[holder, side] = page
@@ -222,7 +242,7 @@ def _remove_child(links, page):
         side = LEFT if links[holder, LEFT] == page else RIGHT
     left, right = links[page, LEFT], links[page, RIGHT]
     while left and right:  # merged, the higher rank on top
-        if rank(left) >= rank(right):
+        if _rank(left) >= _rank(right):
             top, inner = left, RIGHT
             left = links[left, RIGHT]
         else:
@@ -475,15 +495,13 @@ def _walk(counts, links, tokens, root, query, num_tokens, pages):
 
 @_jit
 def match(counts, links, keys, tokens, queues, root, query, num_tokens, pages):
-    """The longest prefix of the query below a root; changes nothing.
+    """The longest prefix of the query below a root; changes nothing. Its whole pages: ``pages``.
 
     Returns:
-        its length in tokens. Its whole pages are in ``pages``, the page in which it ends, or 0,
-        in ``counts[SOURCE]``.
+        its length in tokens; the page in which it ends, or 0.
     """
     at, partial, shared = _walk(counts, links, tokens, root, query, num_tokens, pages)
-    counts[SOURCE] = partial
-    return at * counts[PAGE_SIZE] + shared
+    return at * counts[PAGE_SIZE] + shared, partial
 
 
 @_inline
@@ -610,9 +628,11 @@ def acquire(counts, links, keys, tokens, queues, root, query, num_query, num_pag
         root: of the namespace, or 0 if it has none.
         num_query: tokens that are looked up.
         num_pages: pages that the whole sequence takes.
-        pages: filled. ``counts[SOURCE]`` is the page whose tokens go to the first new one, or 0.
+        pages: filled.
     Returns:
-        tokens found; or -1: ``counts[NEED]`` pages were asked for, ``counts[ROOM]`` can be had.
+        tokens found; the page whose tokens go to the first new one, or 0; whether namespaces
+        were emptied. Or -1, 0, False: ``counts[NEED]`` pages were asked for, ``counts[ROOM]``
+        can be had.
     """
     at = partial = shared = 0
     if root:
@@ -624,7 +644,7 @@ def acquire(counts, links, keys, tokens, queues, root, query, num_query, num_pag
     need = num_pages - at
     if need > room:
         counts[NEED], counts[ROOM] = need, room
-        return -1
+        return -1, 0, False
     if at or partial:
         counts[CLOCK] += 1
         for i in range(at):
@@ -635,8 +655,7 @@ def acquire(counts, links, keys, tokens, queues, root, query, num_query, num_pag
     if need > counts[NUM_FREE]:
         _evict(counts, links, keys, tokens, queues, need - counts[NUM_FREE])
     _allocate(counts, links, queues, pages, at, need)
-    counts[SOURCE] = partial
-    return at * counts[PAGE_SIZE] + shared
+    return at * counts[PAGE_SIZE] + shared, partial, counts[EMPTIED] != 0
 
 
 @_jit

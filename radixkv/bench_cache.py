@@ -321,7 +321,7 @@ def run_growth(num_nodes: int, *, page_size: int = 16, seed: int = 0) -> GrowthR
 
     def put(tokens: Tokens) -> None:
         # Without a lease: a million of them would be most of the time.
-        pages, _ = tree.acquire(tokens, tokens.size)
+        pages, _, _ = tree.acquire(tokens, tokens.size)
         tree.insert(tokens, pages)
         tree.pool.drop(pages)
 

@@ -371,7 +371,8 @@ class Lease:
             if num_tokens > min(self._written):
                 self._written = [max(num_tokens, written) for written in self._written]
         cache = self._cache
-        with cache._guard:
+        cache._guard.enter()
+        try:
             if not num_tokens:
                 return
             changed = cache.tree.insert(
@@ -386,6 +387,8 @@ class Lease:
             )
             if changed:
                 self._batch = None
+        finally:
+            cache._guard.leave()
 
     def release(self) -> None:
         """Give the pages back; committed ones stay cached. Calling it again does nothing."""
@@ -512,6 +515,8 @@ class _Guard:
 
     Garbage collection can run a destructor in the middle of a call, on the same thread: what
     that gives back waits for the next call, and anything else that it asks is refused.
+
+    What every request calls says `enter` and `leave` itself, which takes half as long as ``with``.
     """
 
     __slots__ = ("_pending", "_reclaim", "inside", "lock")
@@ -522,7 +527,7 @@ class _Guard:
         self._reclaim = reclaim
         self.inside = False
 
-    def __enter__(self) -> None:
+    def enter(self) -> None:
         self.lock.acquire()
         if self.inside:
             self.lock.release()
@@ -536,12 +541,17 @@ class _Guard:
             try:
                 self._reclaim()
             except BaseException:
-                self.__exit__()
+                self.leave()
                 raise
 
-    def __exit__(self, *_: object) -> None:
+    def leave(self) -> None:
         self.inside = False
         self.lock.release()
+
+    __enter__ = enter
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
 
 
 def _require_floats(name: str, rows: object, device: torch.device) -> None:
@@ -652,12 +662,12 @@ class PrefixCache:
         num_tokens = tokens.size
         if not num_tokens:
             raise ValueError("token_ids: expected at least one token, got none")
-        with self._guard:
+        self._guard.enter()
+        try:
             lookup = num_tokens if full else num_tokens - 1
-            pages, num_cached = tree.acquire(tokens, lookup, namespace)
+            pages, num_cached, source = tree.acquire(tokens, lookup, namespace)
             if num_cached < 0:
                 self._refuse_room("acquire", *tree.room)
-            source = tree.source
             if source:
                 fresh = pages.item(num_cached // self.page_size)
                 if source != fresh:
@@ -672,6 +682,8 @@ class PrefixCache:
             self.hit_tokens += num_cached
             written = [num_cached] * self.spec.num_layers
             return Lease(self, tokens, pages, num_cached, namespace, written)
+        finally:
+            self._guard.leave()
 
     def match(self, token_ids: Any, namespace: Hashable = None) -> int:
         """How many leading tokens are cached; changes nothing, not even the eviction order."""
@@ -1117,7 +1129,8 @@ class PrefixCache:
     def _give_back(self, what: PageIds | Pin) -> None:
         """Take pages or a pin back, now or, inside another call of this thread, after it."""
         guard = self._guard
-        with guard.lock:
+        guard.lock.acquire()
+        try:
             self._returned.append(what)
             if not guard.inside:
                 guard.inside = True
@@ -1125,6 +1138,8 @@ class PrefixCache:
                     self._reclaim()
                 finally:
                     guard.inside = False
+        finally:
+            guard.lock.release()
 
     def _reclaim(self) -> None:
         """Take back what was given back or dropped, and what has outlived its time."""

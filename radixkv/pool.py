@@ -59,17 +59,10 @@ def _plain_is_wanted() -> bool:
     return os.environ.get("RADIXKV_PLAIN_TREE") == "1"
 
 
-def _copy_tokens(stored: Any, source: int, target: int, num_tokens: int) -> None:
+def _copy_tokens(every: tuple[Any, ...], source: int, target: int, num_tokens: int) -> None:
     """As the compiled kernel; of arrays and tensors."""
-    stored[:, target, :, :num_tokens] = stored[:, source, :, :num_tokens]
-
-
-def _as_is(array: NDArray[Any]) -> Any:
-    return array
-
-
-def _as_memory(array: NDArray[Any]) -> Any:
-    return memoryview(array)  # type: ignore[arg-type, unused-ignore]
+    for stored in every:
+        stored[:, target, :, :num_tokens] = stored[:, source, :, :num_tokens]
 
 
 class PagePool:
@@ -82,7 +75,7 @@ class PagePool:
         num_pages: usable pages; page 0 (`NULL_PAGE`) comes on top.
         kernel: the functions that work on the arrays.
         counts, links, keys, tokens, queues: the arrays; ``tokens`` is the tree's.
-        arrays: the same in the form that the kernel takes.
+        arrays: the same, as the kernel takes them.
 
     >>> pool = PagePool(4)
     >>> pages = pool.allocate(3)
@@ -98,8 +91,6 @@ class PagePool:
         if plain is None:
             plain = _plain_is_wanted()
         self.kernel = kernel = load_kernel(plain)
-        # An array as the kernel takes it: plain Python reads a memoryview twice as fast.
-        self.for_kernel = _as_is if kernel.COMPILED else _as_memory
         # Fresh zeros: the operating system commits memory only as pages are used.
         self.counts = np.zeros(kernel.NOTED + kernel.NUM_NOTED, dtype=np.int64)
         self.links = np.zeros((num_pages + 1 + _FIRST_ROOTS, kernel.NUM_LINKS), dtype=np.int32)
@@ -114,8 +105,7 @@ class PagePool:
 
     def hand_over(self) -> None:
         """Give the kernel the arrays, after one was replaced."""
-        arrays = (self.counts, self.links, self.keys, self.tokens, self.queues)
-        self.arrays = tuple(map(self.for_kernel, arrays))
+        self.arrays = (self.counts, self.links, self.keys, self.tokens, self.queues)
 
     @property
     def num_free(self) -> int:
@@ -146,16 +136,16 @@ class PagePool:
                 f"release leases or pins, or raise KVConfig.capacity"
             )
         page_ids = np.empty(count, dtype=np.int64)
-        self.kernel.allocate(*self.arrays, self.for_kernel(page_ids), count)
+        self.kernel.allocate(*self.arrays, page_ids, count)
         return page_ids
 
     def hold(self, page_ids: PageIds) -> None:
         """Add an owner to pages that have one already."""
-        self.kernel.hold(*self.arrays, self.for_kernel(page_ids), page_ids.size)
+        self.kernel.hold(*self.arrays, page_ids, page_ids.size)
 
     def drop(self, page_ids: PageIds) -> None:
         """Take an owner other than the tree from pages; those left without one are free."""
-        self.kernel.drop(*self.arrays, self.for_kernel(page_ids), page_ids.size)
+        self.kernel.drop(*self.arrays, page_ids, page_ids.size)
 
     def count(self, page_id: int) -> int:
         """Owners of one page, the tree among them."""
@@ -211,8 +201,7 @@ class PagePool:
     @property
     def nbytes(self) -> int:
         """Host bytes of the bookkeeping arrays."""
-        arrays = (self.counts, self.links, self.keys, self.tokens, self.queues)
-        return sum(array.nbytes for array in arrays)
+        return sum(array.nbytes for array in self.arrays)
 
     def free_pages(self) -> PageIds:
         """The free pages, in no order."""
@@ -286,10 +275,10 @@ class PageStorage:
         self._layers = [LayerPages(*(t[i] for t in self.pages)) for i in range(spec.num_layers)]
         self._codec = codec
         self.copier: Callable[..., None] | None = None
-        copied = [t.view(torch.uint8) for t in self.pages if t.numel()]
+        copied = [t.view(torch.uint8) for t in self.pages]
         # On a CPU the copies go through NumPy, whose calls cost a tenth of torch's.
         on_host = device.type == "cpu"
-        self._copied: list[Any] = [t.numpy() if on_host else t for t in copied]
+        self._copied: tuple[Any, ...] = tuple(t.numpy() if on_host else t for t in copied)
         kernel = load_kernel(_plain_is_wanted())
         self._copy_tokens = kernel.copy_tokens if on_host and kernel.COMPILED else _copy_tokens
 
@@ -302,8 +291,7 @@ class PageStorage:
         if self.copier is not None:
             self.copier(self._codec, self.pages, [(source, target, num_tokens)])
             return
-        for tensor in self._copied:
-            self._copy_tokens(tensor, source, target, num_tokens)
+        self._copy_tokens(self._copied, source, target, num_tokens)
 
     def nbytes(self) -> int:
         """Bytes of all tensors, the reserved page included."""

@@ -27,7 +27,7 @@ Tokens = NDArray[np.int32]
 PageIds = NDArray[np.int64]  # as wide as an index: NumPy gathers by it three times as fast
 
 MAX_TOKEN_ID = 2**31 - 1
-_INT64 = np.dtype(np.int64)
+_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 _NO_TOKENS: Tokens = np.empty(0, dtype=np.int32)
 
 
@@ -269,7 +269,7 @@ class RadixTree:
         self.expiries: list[tuple[float, int, PageIds]] = []  # heap; stale entries are skipped
         self._ties = itertools.count()  # arrays of pages have no order
         # Looked up once: what every request calls.
-        self._acquire, self._commit, self._emptied = kernel.acquire, kernel.commit, kernel.EMPTIED
+        self._acquire, self._commit = kernel.acquire, kernel.commit
 
     # --- totals ------------------------------------------------------------------------
 
@@ -319,7 +319,7 @@ class RadixTree:
             and token_ids.flags.carray
             and self.kernel.COMPILED
         ):
-            tokens: Tokens = np.empty(token_ids.size, dtype=np.int32)
+            tokens: Tokens = np.empty(token_ids.size, _INT32)
             if self.kernel.narrow(token_ids, tokens):
                 return tokens
         return encode_tokens(token_ids, name=name)
@@ -329,17 +329,13 @@ class RadixTree:
 
         Complexity: O(len(tokens) + pages * log(siblings)).
         """
-        pool, kernel = self.pool, self.kernel
+        pool = self.pool
         pages = np.empty(tokens.size // self.page_size + 1, dtype=np.int64)
         root = self.roots.get(namespace_key(namespace))
         if root is None or not tokens.size:
             return Match(0, pages[:0], False)
-        query = pool.for_kernel(tokens)
-        found = kernel.match(
-            *pool.arrays, root.last_page, query, tokens.size, pool.for_kernel(pages)
-        )
+        found, source = self.kernel.match(*pool.arrays, root.last_page, tokens, tokens.size, pages)
         whole = found // self.page_size
-        source = pool.counts.item(kernel.SOURCE)
         if not source:
             return Match(found, pages[:whole], False)
         pages[whole] = source
@@ -347,48 +343,42 @@ class RadixTree:
 
     def acquire(
         self, tokens: Tokens, num_lookup: int, namespace: Hashable = None
-    ) -> tuple[PageIds, int]:
+    ) -> tuple[PageIds, int, int]:
         """Match, hold what matched and take pages for the rest, evicting; all or nothing.
 
-        What matched counts as used, to the page. The page whose tokens are to be copied to the
-        first new one is ``counts[SOURCE]``; it may have been evicted, even for this call, but
-        holds what it held until somebody writes.
+        What matched counts as used, to the page.
 
         Args:
             num_lookup: leading tokens that are looked up; pages are taken for all.
         Returns:
             its pages [ceil(len(tokens) / page_size)] int64, each held by the caller now; how
-            many tokens were found. Or -1: `room` says what was missing.
+            many tokens were found; the page whose tokens are to be copied to the first new one,
+            or 0. That page may have been evicted, even for this call, but holds what it held
+            until somebody writes. Or -1 tokens: `room` says what was missing.
 
         Complexity: O(len(tokens) + pages * log(siblings) + evicted * log(evictable)).
         """
         pool = self.pool
         root = self.roots.get(namespace_key(namespace))
         num_pages = -(-tokens.size // self.page_size)
-        pages = np.empty(num_pages, dtype=np.int64)
-        found = self._acquire(
+        pages = np.empty(num_pages, _INT64)
+        found, source, emptied = self._acquire(
             *pool.arrays,
             0 if root is None else root.last_page,
-            pool.for_kernel(tokens),
+            tokens,
             num_lookup,
             num_pages,
-            pool.for_kernel(pages),
+            pages,
         )
-        if pool.counts.item(self._emptied):
+        if emptied:
             self._remove_empty_roots()
-        return pages, found
+        return pages, found, source
 
     @property
     def room(self) -> tuple[int, int]:
         """After an `acquire` that failed: pages that it needed, pages that could be had."""
         counts = self.pool.counts
         return counts.item(self.kernel.NEED), counts.item(self.kernel.ROOM)
-
-    @property
-    def source(self) -> int:
-        """After an `acquire`: the page whose tokens go to the first new one, or 0."""
-        source: int = self.pool.counts.item(self.kernel.SOURCE)
-        return source
 
     def insert(
         self,
@@ -427,10 +417,10 @@ class RadixTree:
         changed: int = self._commit(
             *pool.arrays,
             root.last_page,
-            pool.for_kernel(tokens),
+            tokens,
             num_tokens,
             own_last,
-            pool.for_kernel(page_ids),
+            page_ids,
             kernel.NO_PRIORITY if priority is None else priority,
             kernel.NEVER if expires is None else _bits(expires),
         )
@@ -449,7 +439,7 @@ class RadixTree:
         """Count the pages of a match as used now. Complexity: O(pages * log(evictable))."""
         pool = self.pool
         if page_ids.size:
-            self.kernel.touch(*pool.arrays, pool.for_kernel(page_ids), page_ids.size)
+            self.kernel.touch(*pool.arrays, page_ids, page_ids.size)
 
     def evict(self, num_pages: int) -> int:
         """Free ``num_pages`` pages if so many are evictable; tail pages, oldest first.
@@ -499,8 +489,7 @@ class RadixTree:
         pool = self.pool
         while self.expiries and self.expiries[0][0] <= now:
             expires, _, page_ids = heappop(self.expiries)
-            pages = pool.for_kernel(page_ids)
-            self.kernel.expire(*pool.arrays, pages, page_ids.size, _bits(expires))
+            self.kernel.expire(*pool.arrays, page_ids, page_ids.size, _bits(expires))
 
     # --- looking -----------------------------------------------------------------------
 
@@ -525,7 +514,7 @@ class RadixTree:
         kernel = self.kernel
         start = depth * self.page_size
         count = min(self.page_size, tokens.size - start)
-        wanted = kernel.digest(self.pool.for_kernel(tokens), start, count, depth)
+        wanted = kernel.digest(tokens, start, count, depth)
         return bool((self.pool.counts[kernel.NOTED :] == wanted).any())
 
     def child_pages(self, row: int) -> list[int]:

@@ -255,6 +255,26 @@ def test_a_commit_of_more_than_there_is_or_of_no_number_is_refused(
         assert (lease.num_written, cache.match([1, 2, 3])) == (2, 2)
 
 
+@pytest.mark.parametrize("bad", [-1, 4, True, 1.0])
+def test_how_much_is_written_or_kept_is_from_none_to_all(bad: int) -> None:
+    cache = make(2, 4)
+    with cache.acquire([1, 2, 3]) as lease:
+        for call in (lease.mark_written, lease.truncate):
+            with pytest.raises((ValueError, TypeError), match="num_tokens: expected an integer"):
+                call(bad)
+            assert (lease.num_written, lease.num_tokens) == (0, 3)
+        lease.mark_written(2)
+        lease.mark_written(0)  # what is there stays
+        assert lease.num_written == 2
+        lease.mark_written()
+        assert lease.num_written == 3
+        lease.truncate(1)
+        assert (lease.num_written, lease.num_tokens) == (1, 1)
+        lease.truncate(0)
+        assert (lease.num_written, lease.num_tokens) == (0, 0)
+        assert lease.page_ids.size == 0
+
+
 def test_use_after_release_is_refused() -> None:
     cache = make()
     with cache.acquire([1, 2, 3]) as lease:

@@ -34,7 +34,7 @@ class Owner:
 
     def insert(self, token_ids: list[int], namespace: Hashable = None) -> list[int]:
         tokens = encode_tokens(token_ids)
-        page_ids, _ = self.tree.acquire(tokens, tokens.size, namespace)
+        page_ids, _, _ = self.tree.acquire(tokens, tokens.size, namespace)
         self.tree.insert(tokens, page_ids, namespace)
         self.pool.drop(page_ids)
         if self.checked:
@@ -158,7 +158,7 @@ def test_five_thousand_prompts_that_each_extend_the_last_need_no_recursion() -> 
 
     def put(token_ids: list[int]) -> None:
         tokens = encode_tokens(token_ids)
-        pages, _ = tree.acquire(tokens, tokens.size)
+        pages, _, _ = tree.acquire(tokens, tokens.size)
         tree.insert(tokens, pages)
         pool.drop(pages)
 
@@ -284,7 +284,7 @@ def test_siblings_are_found_in_a_tree_of_logarithmic_depth() -> None:
     half = count // 2
     for i in sorted(order[:half]) + order[half:]:  # ascending ones are the worst for a tree
         tokens = encode_tokens([1, 2, i, 3])
-        pages, _ = owner.tree.acquire(tokens, 4)
+        pages, _, _ = owner.tree.acquire(tokens, 4)
         owner.tree.insert(tokens, pages)
         owner.pool.drop(pages)
     depth = {owner.tree.roots[None].last_page: 0}

@@ -27,6 +27,7 @@ def put(cache: PrefixCache, token_ids: list[int], namespace: Any = None) -> None
 def test_explain_names_where_and_why() -> None:
     cache = make_cache()
     assert cache.explain([1, 2]).reason == "never_seen"
+    assert cache.explain([0, 0]).reason == "never_seen"  # no digest of a page is an unused place's
     put(cache, [1, 2, 3, 4, 5, 6, 7, 8, 9])
     put(cache, [1, 2, 3, 4, 5, 6, 7, 8, 30, 31])
     before = cache.render()
