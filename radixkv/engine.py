@@ -582,10 +582,12 @@ class Engine:
             if wanted:
                 drawn.append((output, wanted))
         self._totals["steps"] += 1
-        self._batches.append((sum(o.stop - o.start for o in outputs), len(outputs)))
+        self._batches.append((sum([o.stop - o.start for o in outputs]), len(outputs)))
         # A users' callable is called once for a token, whatever becomes of its neighbours.
-        alone = [one for one in drawn if one[1][0].params.logits_processors]
-        self._sample([one for one in drawn if not one[1][0].params.logits_processors])
+        together, alone = [], []
+        for one in drawn:
+            (alone if one[1][0].params.logits_processors else together).append(one)
+        self._sample(together)
         for one in alone:
             self._sample([one])
 
@@ -595,7 +597,7 @@ class Engine:
         if not drawn:
             return
         try:
-            sampled = iter(sample(_gather(drawn), [row for _, rows in drawn for row in rows]))
+            sampled = sample(_gather(drawn), [row for _, rows in drawn for row in rows])
         except Exception as error:
             if len(drawn) == 1:
                 drawn[0][0].sequence.owner.fail(error)
@@ -603,12 +605,13 @@ class Engine:
                 for one in drawn:
                     self._sample([one])
             return
+        place = 0
         for output, rows in drawn:
-            request = output.sequence.owner
-            mine = [next(sampled) for _ in rows]
+            seq, first = output.sequence, place
+            request, place = seq.owner, first + len(rows)
             if not request.done:
                 try:
-                    request.on_sampled(output.sequence, mine)
+                    request.on_sampled(seq, sampled[first:place])
                 except Exception as error:
                     request.fail(error)
 
@@ -1089,6 +1092,9 @@ def _no_collections() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
+            if not gc.get_freeze_count():  # else what its owner froze would be thawed
+                gc.freeze()  # and at once back: all count as old now, without having been looked at
+                gc.unfreeze()
             gc.enable()
 
 
