@@ -564,7 +564,9 @@ class Engine:
                 request.pause_or_go_on()
 
     def _deliver(self, outputs: list[Output], progressed: dict[Request, None]) -> None:
-        drawn: list[tuple[Output, list[SamplerRow]]] = []
+        # A users' callable is called once for a token, whatever becomes of its neighbours.
+        alone: list[tuple[Output, list[SamplerRow]]] = []
+        together: list[tuple[Output, list[SamplerRow]]] = []
         for output in outputs:
             request: Request = output.sequence.owner
             if request.done:
@@ -580,13 +582,10 @@ class Engine:
                 request.fail(error)
                 continue
             if wanted:
-                drawn.append((output, wanted))
+                one = output, wanted
+                (alone if wanted[0].params.logits_processors else together).append(one)
         self._totals["steps"] += 1
         self._batches.append((sum([o.stop - o.start for o in outputs]), len(outputs)))
-        # A users' callable is called once for a token, whatever becomes of its neighbours.
-        together, alone = [], []
-        for one in drawn:
-            (alone if one[1][0].params.logits_processors else together).append(one)
         self._sample(together)
         for one in alone:
             self._sample([one])
@@ -1069,11 +1068,11 @@ def _gather(drawn: list[tuple[Output, list[SamplerRow]]]) -> Tensor:
     """The logits to draw each row from, without a copy where they stand so already."""
     batch_logits = drawn[0][0].batch_logits
     assert batch_logits is not None
-    if any(output.batch_logits is not batch_logits for output, _ in drawn):  # run one by one
-        return torch.cat([output.logits[-1:].expand(len(rows), -1) for output, rows in drawn])
     places: list[int] = []
-    for output, rows in drawn:
-        places += [output.row + output.stop - 1 - output.logits_from] * len(rows)
+    for (_, _, stop, logits_from, logits, row, _), rows in drawn:
+        if logits is not batch_logits:  # they were run one by one
+            return torch.cat([output.logits[-1:].expand(len(rows), -1) for output, rows in drawn])
+        places += [row + stop - 1 - logits_from] * len(rows)
     if places == list(range(batch_logits.shape[0])):
         return batch_logits
     return batch_logits[torch.tensor(places, device=batch_logits.device)]
