@@ -63,8 +63,8 @@ def build_batch(runs: Sequence[Run], device: torch.device) -> Batch:
     input_ids: list[int] = []
     tables = [run.lease.page_ids if run.page_ids is None else run.page_ids for run in runs]
     page_table = np.zeros((len(runs), max(map(len, tables))), dtype=np.int32)
-    for i, table in enumerate(tables):
-        page_table[i, : table.size] = table
+    for row, table in zip(page_table, tables, strict=True):
+        row[: len(table)] = table
     _, token_ids, *places, _ = zip(*runs, strict=True)
     for ids in token_ids:
         input_ids += ids

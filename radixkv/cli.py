@@ -569,9 +569,9 @@ def _print_quality(report: dict[str, Any]) -> None:
 def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
-        choices=("cache", "kernel", "steps", "offline", "online"),
-        help="the cache by itself, the kernels, the parts of a step, whole workloads beside "
-        "other programs, or requests that arrive at random",
+        choices=("cache", "kernel", "load", "steps", "offline", "online"),
+        help="the cache by itself, the kernels, the parts of loading a model or of a step, whole "
+        "workloads beside other programs, or requests that arrive at random",
     )
     parser.add_argument(
         "--trace",
@@ -616,7 +616,7 @@ def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         help="a match and an eviction at 10,000 and 1,000,000 nodes; 500 turns of an agent",
     )
 
-    engine = parser.add_argument_group("steps, offline and online")
+    engine = parser.add_argument_group("load, steps, offline and online")
     engine.add_argument("--batch", type=int, default=16, help="samples in a step (16)")
     engine.add_argument("--model", help="as of generate")
     engine.add_argument("--quick", action="store_true", help="a twentieth of each length, once")
@@ -721,8 +721,25 @@ def _run_bench_kernel(arguments: argparse.Namespace) -> None:
     print(json.dumps(result) if arguments.json else report(result))
 
 
+def _run_bench_load(arguments: argparse.Namespace) -> None:
+    from radixkv.bench_load import bench_load, report
+    from radixkv.models import prepare_small_model
+
+    require_int("--repeats", arguments.repeats, 1)
+    if arguments.model is not None:
+        _require_model(arguments.model)
+    model = arguments.model or str(prepare_small_model(progress=True))
+    found = bench_load(model, repeats=arguments.repeats)
+    if not arguments.json:
+        print(report(found))
+    print(json.dumps(found))
+
+
 def _run_bench(arguments: argparse.Namespace) -> None:
     """Time the cache, the kernels, or whole workloads beside other programs."""
+    if arguments.what == "load":
+        _run_bench_load(arguments)
+        return
     if arguments.what in ("steps", "offline", "online"):
         _run_bench_engine(arguments)
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import gc
 import logging
 import os
 import threading
@@ -12,6 +13,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Collection, Hashable, Iterator
 from collections.abc import Sequence as SequenceABC
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -220,46 +222,49 @@ class Engine:
         Warns (UserWarning) where ``kv`` does not rotate and the model's own K says that its
         format would suffer.
         """
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
         if snapshot is not None:
             Path(snapshot).stat()  # before the model is loaded: raises FileNotFoundError
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        shared = {
-            key: transformers_kwargs[key]
-            for key in ("gguf_file", "revision", "trust_remote_code", "token", "subfolder")
-            if key in transformers_kwargs
-        }
-        model = AutoModelForCausalLM.from_pretrained(
-            name_or_path, dtype=dtype, **transformers_kwargs
-        )
-        if (
-            dtype == "auto"
-            and torch.device(device).type == "cpu"
-            and model.dtype != torch.float32
-            and not (model.dtype == torch.bfloat16 and cpu_has_bfloat16())
-        ):
-            logger.warning(
-                "%s: running in float32, since this CPU has no %s arithmetic; "
-                "pass dtype= to choose",
-                name_or_path,
-                str(model.dtype).removeprefix("torch."),
+        with _no_collections():
+            from transformers import AutoModelForCausalLM, AutoTokenizer
+
+            if device == "auto":
+                device = "cuda" if torch.cuda.is_available() else "cpu"
+            shared = {
+                key: transformers_kwargs[key]
+                for key in ("gguf_file", "revision", "trust_remote_code", "token", "subfolder")
+                if key in transformers_kwargs
+            }
+            model = AutoModelForCausalLM.from_pretrained(
+                name_or_path, dtype=dtype, **transformers_kwargs
             )
-            model = model.float()
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(name_or_path, **shared)
-        except (OSError, ValueError, KeyError) as error:
-            logger.warning("%s: no tokenizer (%s); prompts must be token ids", name_or_path, error)
-            tokenizer = None
-        engine = cls(
-            model,
-            tokenizer,
-            kv=kv,
-            device=device,
-            max_batch_tokens=max_batch_tokens,
-            backend=backend,
-        )
+            if (
+                dtype == "auto"
+                and torch.device(device).type == "cpu"
+                and model.dtype != torch.float32
+                and not (model.dtype == torch.bfloat16 and cpu_has_bfloat16())
+            ):
+                logger.warning(
+                    "%s: running in float32, since this CPU has no %s arithmetic; "
+                    "pass dtype= to choose",
+                    name_or_path,
+                    str(model.dtype).removeprefix("torch."),
+                )
+                model = model.float()
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(name_or_path, **shared)
+            except (OSError, ValueError, KeyError) as error:
+                logger.warning(
+                    "%s: no tokenizer (%s); prompts must be token ids", name_or_path, error
+                )
+                tokenizer = None
+            engine = cls(
+                model,
+                tokenizer,
+                kv=kv,
+                device=device,
+                max_batch_tokens=max_batch_tokens,
+                backend=backend,
+            )
         engine._runner.warn_of_outliers(kv)
         if snapshot is not None:
             try:
@@ -559,7 +564,9 @@ class Engine:
                 request.pause_or_go_on()
 
     def _deliver(self, outputs: list[Output], progressed: dict[Request, None]) -> None:
-        drawn: list[tuple[Output, list[SamplerRow]]] = []
+        # A users' callable is called once for a token, whatever becomes of its neighbours.
+        alone: list[tuple[Output, list[SamplerRow]]] = []
+        together: list[tuple[Output, list[SamplerRow]]] = []
         for output in outputs:
             request: Request = output.sequence.owner
             if request.done:
@@ -575,12 +582,11 @@ class Engine:
                 request.fail(error)
                 continue
             if wanted:
-                drawn.append((output, wanted))
+                one = output, wanted
+                (alone if wanted[0].params.logits_processors else together).append(one)
         self._totals["steps"] += 1
-        self._batches.append((sum(o.stop - o.start for o in outputs), len(outputs)))
-        # A users' callable is called once for a token, whatever becomes of its neighbours.
-        alone = [one for one in drawn if one[1][0].params.logits_processors]
-        self._sample([one for one in drawn if not one[1][0].params.logits_processors])
+        self._batches.append((sum([o.stop - o.start for o in outputs]), len(outputs)))
+        self._sample(together)
         for one in alone:
             self._sample([one])
 
@@ -590,7 +596,7 @@ class Engine:
         if not drawn:
             return
         try:
-            sampled = iter(sample(_gather(drawn), [row for _, rows in drawn for row in rows]))
+            sampled = sample(_gather(drawn), [row for _, rows in drawn for row in rows])
         except Exception as error:
             if len(drawn) == 1:
                 drawn[0][0].sequence.owner.fail(error)
@@ -598,12 +604,13 @@ class Engine:
                 for one in drawn:
                     self._sample([one])
             return
+        place = 0
         for output, rows in drawn:
-            request = output.sequence.owner
-            mine = [next(sampled) for _ in rows]
+            seq, first = output.sequence, place
+            request, place = seq.owner, first + len(rows)
             if not request.done:
                 try:
-                    request.on_sampled(output.sequence, mine)
+                    request.on_sampled(seq, sampled[first:place])
                 except Exception as error:
                     request.fail(error)
 
@@ -1061,14 +1068,33 @@ def _gather(drawn: list[tuple[Output, list[SamplerRow]]]) -> Tensor:
     """The logits to draw each row from, without a copy where they stand so already."""
     batch_logits = drawn[0][0].batch_logits
     assert batch_logits is not None
-    if any(output.batch_logits is not batch_logits for output, _ in drawn):  # run one by one
-        return torch.cat([output.logits[-1:].expand(len(rows), -1) for output, rows in drawn])
     places: list[int] = []
-    for output, rows in drawn:
-        places += [output.row + output.stop - 1 - output.logits_from] * len(rows)
+    for (_, _, stop, logits_from, logits, row, _), rows in drawn:
+        if logits is not batch_logits:  # they were run one by one
+            return torch.cat([output.logits[-1:].expand(len(rows), -1) for output, rows in drawn])
+        places += [row + stop - 1 - logits_from] * len(rows)
     if places == list(range(batch_logits.shape[0])):
         return batch_logits
     return batch_logits[torch.tensor(places, device=batch_logits.device)]
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """No cyclic garbage collection within the block, if there was any.
+
+    Half a million objects come with the imports and stay: looking at them again and again takes
+    a tenth of the whole.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            if not gc.get_freeze_count():  # else what its owner froze would be thawed
+                gc.freeze()  # and at once back: all count as old now, without having been looked at
+                gc.unfreeze()
+            gc.enable()
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Any) -> None:

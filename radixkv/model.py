@@ -33,7 +33,9 @@ from radixkv.quant import KVCodec, KVSpec
 from radixkv.reference import ScoreRule, attend_dense, rotate_rows
 
 _PROBE_TOKENS = 12  # of the self test; windows up to this length less one are exercised by it
-_PROBE_CUTS = (1, 2, 5, 11, 28, 45)  # where the probe of `is_batch_invariant` is cut into steps
+# Where the probe of `is_batch_invariant` is cut into steps. Each step reads all weights: they are
+# few, of 14, 1, 3 and 27 tokens, so that every remainder of a tile's rows occurs.
+_PROBE_CUTS = (14, 15, 18, 45)
 _K_TOKENS = 128  # of the run that measures K
 _K_POSITIONS = 2048  # over which it spreads them: what RoPE turns has no mean worth taking off
 _OUTLIER_GAIN = 2.0  # how much larger K's error may be for want of a rotation, unsaid
@@ -467,8 +469,8 @@ class ModelRunner:
                     raise _refuse(
                         model, "its attention cannot be replaced", "this engine cannot serve it"
                     )
-                with attending(recorder):
-                    model(input_ids=input_ids, use_cache=False)
+                with attending(recorder):  # what it asks for is the same for any number of tokens
+                    model(input_ids=input_ids[:, :2], use_cache=False)
                 _check_seen(model, recorder.seen)
                 num_kv_heads, head_dim, v_head_dim, dtype = recorder.seen[0].spec
                 runner = cls(
@@ -499,19 +501,19 @@ class ModelRunner:
         return runner
 
     def _self_test(self, token_ids: list[int], expected: Tensor) -> None:
-        # Two steps over unquantized pages, a second sequence beside: positions, masks and
-        # page reads must all be right for this to give the model's own logits.
+        # Two steps over unquantized pages, a second sequence that decodes beside: positions, masks
+        # and page reads must all be right for this to give the model's own logits.
         config = KVConfig(dtype="model", page_size=4)
         capacity = 4 * len(token_ids) * KVCodec(self.spec, config).bytes_per_token
         cache = PrefixCache(
             self.spec, replace(config, capacity=capacity), device=self.device, backend="torch"
         )
-        half = len(token_ids) // 2
-        with cache.acquire(token_ids) as lease, cache.acquire(token_ids[::-1]) as other:
+        half, others = len(token_ids) // 2, token_ids[:-3:-1]
+        with cache.acquire(token_ids) as lease, cache.acquire(others) as other:
             parts = []
-            for start, stop in ((0, half), (half, len(token_ids))):
+            for step, (start, stop) in enumerate(((0, half), (half, len(token_ids)))):
                 runs = [
-                    Run(other, token_ids[::-1][start:stop], start, stop, 0, stop),
+                    Run(other, others[step : step + 1], step, step + 1, 0, step + 1),
                     Run(lease, token_ids[start:stop], start, stop, 0, 0),
                 ]
                 parts.append(self.forward(build_batch(runs, self.device), cache))
@@ -530,7 +532,8 @@ class ModelRunner:
     def is_batch_invariant(self, kv: KVConfig, backend: str) -> bool:
         """Whether a token's logits are bit for bit the same in any batch and chunk; measured.
 
-        A sequence is run in one chunk, and again in pieces down to one token, beside another.
+        A sequence is run in one chunk, and again in pieces down to one token, beside another that
+        decodes.
         """
         if self.device.type != "cpu" or self.spec.dtype != torch.float32:
             return False  # products of a library, whose order follows the number of rows
@@ -544,11 +547,12 @@ class ModelRunner:
         with cache.acquire(token_ids) as lease:
             whole = Run(lease, token_ids, 0, num_tokens, 0, 0)
             expected = self.forward(build_batch([whole], self.device), cache)
-        with cache.acquire(token_ids) as lease, cache.acquire(token_ids[::-1]) as other:
+        others = token_ids[: -len(_PROBE_CUTS) - 1 : -1]
+        with cache.acquire(token_ids) as lease, cache.acquire(others) as other:
             cuts = sorted({min(cut, num_tokens) for cut in (0, *_PROBE_CUTS)})
-            for start, stop in pairwise(cuts):
+            for step, (start, stop) in enumerate(pairwise(cuts)):
                 runs = [
-                    Run(other, token_ids[::-1][start:stop], start, stop, 0, stop),
+                    Run(other, others[step : step + 1], step, step + 1, 0, step + 1),
                     Run(lease, token_ids[start:stop], start, stop, 0, start),
                 ]
                 got = self.forward(build_batch(runs, self.device), cache)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("radixkv")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one a token: to make a frozen one takes three times as long
 class Delta:
     """A piece of one sample, as it comes.
 
@@ -172,7 +172,6 @@ class Request:
         self.metrics = Metrics()
         self.num_tokens = 0
         self.token_gaps: list[float] = []
-        self._last_token: dict[int, float] = {}  # by sample
         self._queued = True
         self._record = record
         self._lease = lease
@@ -279,15 +278,15 @@ class Request:
         self.metrics.prefill_tokens += prefill
         self.metrics.decode_tokens += stop - start - prefill
 
-    def _note_token(self, index: int = 0) -> None:
+    def _note_token(self, last: float | None = None) -> float:
+        """Count a token and say when it came; ``last`` is when its sample's last one did."""
         now = time.perf_counter()
-        if not self.num_tokens:
-            self.metrics.ttft_s = now - self._submitted
-        last = self._last_token.get(index)
+        self.num_tokens += 1
         if last is not None:
             self.token_gaps.append(now - last)
-        self._last_token[index] = now
-        self.num_tokens += 1
+        elif self.num_tokens == 1:
+            self.metrics.ttft_s = now - self._submitted
+        return now
 
     def _emit(self, delta: Delta) -> None:
         if self._record:
@@ -356,11 +355,13 @@ class _SampleState:
         row: what is drawn from next; holds the tokens.
         stream: the text of those tokens that were shown to it.
         num_shown: how many those are.
+        last_token: `time.perf_counter` when the last one came.
     """
 
     row: SamplerRow
     stream: TextStream
     num_shown: int = 0
+    last_token: float | None = None
     logprobs: list[dict[int, float]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None
@@ -472,7 +473,7 @@ class SampleRequest(Request):
         state.cumulative_logprob += logprob
         if top is not None:
             state.logprobs.append(top)
-        self._note_token(index)
+        state.last_token = self._note_token(state.last_token)
         text, guide = "", row.guide
         if token_id in self._stop_ids:
             state.finish_reason, state.stop_reason = "stop", token_id
@@ -558,6 +559,7 @@ class BeamRequest(Request):
             vocab_size=vocab_size,
             decoder_prompt_len=len(prompt_token_ids),
         )
+        self._last_token: float | None = None
         self._beams: list[Sequence] = []
         self._logits: dict[Sequence, Tensor] = {}  # of each beam's last token, as they come
 
@@ -584,7 +586,7 @@ class BeamRequest(Request):
         logits = torch.stack([self._logits[seq] for seq in self._beams])
         self._logits.clear()
         chosen = self._search.advance(logits)
-        self._note_token()
+        self._last_token = self._note_token(self._last_token)
         if self._search.done:
             self._close()
             return

@@ -365,7 +365,7 @@ class Scheduler:
     # -- planning ----------------------------------------------------------------------------
 
     def _plan(self, outputs: list[Output]) -> tuple[list[Run], list[Sequence]]:
-        budget = self.max_batch_tokens
+        budget, preemptions = self.max_batch_tokens, self.preemptions
         runs: list[Run] = []
         seqs: list[Sequence] = []
         decoding: list[Sequence] = []
@@ -388,14 +388,17 @@ class Scheduler:
                     continue
                 if seq.lease is None:
                     continue  # gave way itself
-            stop = min(num_tokens, start + budget)
+            stop = num_tokens if num_tokens - start <= budget else start + budget
             logits_from = num_tokens - 1 if seq.logits_from is None else seq.logits_from
-            logits_from = min(stop, logits_from)
+            if logits_from > stop:
+                logits_from = stop
             token_ids = seq.token_ids[start:stop]
             write_from, page_ids = seq.write_from, seq.page_ids
             runs.append(Run(seq.lease, token_ids, start, stop, write_from, logits_from, page_ids))
             seqs.append(seq)
             budget -= stop - start
+        if runs and self.preemptions == preemptions:
+            return runs, seqs
         kept = [i for i, seq in enumerate(seqs) if seq.lease is not None]
         if not kept and self.running and not all(seq.paused for seq in self.waiting):
             # All who run wait, for a sibling that waits for pages or for their reader: the

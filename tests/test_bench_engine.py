@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from radixkv import Engine, KVConfig, bench_engine
+from radixkv import Engine, KVConfig, RadixKVError, bench_engine
+from radixkv.bench_load import bench_load
 from radixkv.cli import main
 
 
@@ -106,3 +108,34 @@ def test_online_serves_all_that_arrive_and_finds_documents_again(folder: Path, c
     assert 0.3 < result["hit_rate"] < 1
     assert 0 < result["ttft_p50_s"] <= result["ttft_p95_s"] < result["total_s"]
     assert result["new_tokens_per_s"] == pytest.approx(result["new_tokens"] / result["total_s"])
+
+
+def test_the_parts_of_loading_a_model_add_up_in_a_process_of_its_own(
+    folder: Path, capsys: Any
+) -> None:
+    main(["bench", "load", "--repeats", "1", "--model", str(folder)])
+    out = capsys.readouterr().out
+    result = json.loads(out.splitlines()[-1])
+    assert sum(result["parts_s"].values()) == pytest.approx(result["load_s"])
+    assert all(seconds > 0 for seconds in result["parts_s"].values())
+    assert "the tokenizer from its files" in out
+
+
+def test_a_model_that_does_not_load_is_named_with_what_was_said(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(RadixKVError, match=r"expected a model that Engine\.from_pretrained loads"):
+        bench_load(tmp_path, repeats=1)
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_loading_leaves_the_garbage_collector_as_it_was(folder: Path, was_enabled: bool) -> None:
+    (gc.enable if was_enabled else gc.disable)()
+    try:
+        Engine.from_pretrained(folder, kv=KVConfig(capacity="1MiB")).close()
+        assert gc.isenabled() == was_enabled
+        with pytest.raises((OSError, ValueError)):
+            Engine.from_pretrained(folder / "nothing")
+        assert gc.isenabled() == was_enabled
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.enable()

@@ -83,6 +83,7 @@ IMPORT_ORDER = [
     "branch",
     "engine",
     "metrics",
+    "bench_load",
     "bench_cache",
     "compiled",
     "bench_kernel",
