@@ -158,10 +158,19 @@ def points(tokenizer: Any, model: Any) -> list[tuple[str, Any, str]]:
 def add_kernels(faults: Faults, engine: Engine) -> None:
     """Make the kernels of an engine's cache points too."""
     backend = engine.cache.backend
+    make = backend.prepare
+
+    def prepare(codec: Any, batch: Any, q: Any, *rest: Any) -> Any:
+        if make is None or len(q) % 2:  # the other half goes layer by layer
+            return None
+        run = make(codec, batch, q, *rest)
+        return None if run is None else faults.wrap("kernel: prepared layer", run)
+
     engine.cache.backend = dataclasses.replace(
         backend,
         write_kv=faults.wrap("kernel: write_kv", backend.write_kv),
         paged_attention=faults.wrap("kernel: paged_attention", backend.paged_attention),
+        prepare=faults.wrap("kernel: prepare", prepare),
     )
 
 
@@ -390,7 +399,7 @@ class Harness:
             self.model,
             self.tokenizer,
             kv=KVConfig(page_size=4, capacity="4MiB"),
-            backend="torch",
+            backend="cpu",
         )
         for name, load in self.loads.items():
             capacity = load.num_pages * roomy.cache.codec.bytes_per_page
@@ -399,7 +408,7 @@ class Harness:
                 self.tokenizer,
                 kv=KVConfig(page_size=4, capacity=capacity),
                 max_batch_tokens=16,
-                backend="torch",
+                backend="cpu",
             )
             add_kernels(self.faults, self.engines[name])
         with self.faults.paused():

@@ -31,8 +31,8 @@ class Backend:
         settle: called at the end of a step: raises what `write_kv` could not know without
             waiting for the device (only on a GPU; the others raise at once).
         copy_pages: copies the first tokens of pages in all layers; None leaves it to torch.
-        prepare: makes the first two ready for many layers, as `radixkv.cpu_backend.prepare`;
-            None if nothing is gained by it.
+        prepare: makes the first two ready for many layers, as `radixkv.cpu_backend.prepare`, or
+            gives None for a batch that gains nothing; None if none does.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Backend:
     paged_attention: Callable[[KVCodec, LayerPages, Tensor, AttentionBatch, ScoreRule], Tensor]
     settle: Callable[[KVCodec], None] = lambda codec: None
     copy_pages: Callable[[KVCodec, LayerPages, Sequence[tuple[int, int, int]]], None] | None = None
-    prepare: Callable[..., Callable[..., None]] | None = None
+    prepare: Callable[..., Callable[..., None] | None] | None = None
 
 
 _TORCH = Backend("torch", reference.write_kv, reference.paged_attention)

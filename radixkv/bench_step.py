@@ -12,9 +12,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -59,14 +59,13 @@ def profile_step(
 
     with ExitStack() as held:
         held.callback(runner.release)
-        programs = linear_kernels().Program
-        held.callback(setattr, programs, "run", programs.run)
+        kernels = linear_kernels()
         layers = [m for m in runner.model.modules() if isinstance(m, SteadyLinear)]
         rows = {m.in_features: torch.randn(batch, m.in_features) for m in layers}
         products = []
         outs = []
         for first in range(0, len(layers), 7):  # as many as a decoder layer has
-            product = programs(batch, torch.get_num_threads())
+            product = kernels.Program(batch, torch.get_num_threads())
             for module in layers[first : first + 7]:
                 outs.append(torch.empty(batch, module.out_features))
                 x, out = rows[module.in_features].data_ptr(), outs[-1].data_ptr()
@@ -83,11 +82,6 @@ def profile_step(
 
         config = KVConfig(dtype=kv_dtype, capacity=f"{2 * batch * length * 50}KiB")
         cache = PrefixCache(runner.spec, config, backend="auto")
-        cache.backend = replace(
-            cache.backend,
-            write_kv=timed("write", cache.backend.write_kv),
-            paged_attention=timed("attention", cache.backend.paged_attention),
-        )
         generator = torch.Generator().manual_seed(0)
         shape = (2, length, runner.spec.num_kv_heads, runner.spec.head_dim)
         k, v = torch.randn(shape, generator=generator)
@@ -99,17 +93,23 @@ def profile_step(
                 lease.write(layer, k, v)
             leases.append(lease)
         parts: dict[str, list[float]] = defaultdict(list)
-        run_plain, run_timed = programs.run, timed("programs", programs.run)
+        watched = (
+            (kernels.Program, "programs"),
+            (kernels.PlacedProgram, "programs"),
+            (kernels.cpu.Write, "write"),
+            (kernels.cpu.AttentionCall, "attention"),
+        )
         for _ in range(repeats):
-            programs.run = run_plain
             parts["products"].append(multiply_all())
-            programs.run = run_timed
             for lease in leases:
                 lease.extend([5])
             taken.clear()
             begin = _clock()
             runs = [Run(lease, [5], n := lease.num_tokens - 1, n + 1, n, n) for lease in leases]
-            runner.forward(build_batch(runs, runner.device), cache)
+            with ExitStack() as watch:
+                for kind, name in watched:
+                    watch.enter_context(patch.object(kind, "run", timed(name, kind.run)))
+                runner.forward(build_batch(runs, runner.device), cache)
             step = _clock() - begin
             for name, part in (*taken.items(), ("step", step)):
                 parts[name].append(part)

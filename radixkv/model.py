@@ -377,6 +377,8 @@ class _Paged:
         if cache.backend.prepare is None:
             return None
         run, head_dim = cache.backend.prepare(cache.codec, self._batch, q, k, v, out), q.shape[2]
+        if run is None:
+            return None
 
         def serve(
             module: torch.nn.Module, keywords: Mapping[str, Any], more: Mapping[str, Any]
