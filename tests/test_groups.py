@@ -349,6 +349,31 @@ def test_shared_splits_of_float_formats_equal_unshared_ones_to_float_rounding(dt
     assert reads.tokens < 0.5 * reads.tokens_alone
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("rule", [{}, {"sliding_window": 600}], ids=["plain", "window"])
+@pytest.mark.parametrize(
+    ("context", "new", "page_size"), [(1, 1100, 16), (300, 700, 4), (512, 512, 64), (1000, 24, 1)]
+)
+def test_a_chunk_shares_the_splits_in_which_it_stands(dtype, rule, context, new, page_size) -> None:
+    forest = Forest((context,), dtype=dtype, query_len=new, page_size=page_size)
+    (length,) = forest.lengths
+    # What lies behind the last token was never written.
+    *_, k_scale, v_scale = forest.cache.layer(0)
+    page_ids = forest.batch.page_table[0, : -(-length // page_size)].long()
+    filled = torch.zeros(k_scale.shape[0] * page_size, dtype=torch.bool)
+    slots = page_ids[:, None] * page_size + torch.arange(page_size)
+    filled[slots.flatten()[:length]] = True
+    for scale in (k_scale, v_scale):
+        scale.transpose(1, 2)[~filled.view(-1, page_size)] = float("nan")
+    alone, reads_alone = forest.attend("never", **rule)
+    before = cpu.runs["shared"]
+    shared, reads = forest.attend("always", **rule)
+    assert cpu.runs["shared"] > before
+    assert alone.isfinite().all()
+    assert torch.equal(alone, shared)
+    assert reads.tokens < reads_alone.tokens
+
+
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_the_number_of_threads_changes_no_bit_of_shared_splits(num_threads) -> None:
     forest = Forest((600, *leaves(40)))
