@@ -3490,48 +3490,41 @@ def _shared_tasks(
     A split is read once, unless that leaves threads without work, or there are more queries than
     a task can hold.
     """
-    tasks: list[np.ndarray] = []
+    tasks: list[tuple[int, int, int, int, int]] = []
     members: list[np.ndarray] = []
     num_members = 0
     num_threads = torch.get_num_threads()
     num_splits = num_kv_heads * sum(stop - start for _, start, stop in shared)
     parts = -(-3 * num_threads // max(1, num_splits))
-    # A task quantizes its queries once for all of its splits.
-    most_splits = max(1, min(8, num_splits // (8 * num_threads)))
     for seqs, start, stop in shared:
         mine = queries[np.isin(queries[:, 3], seqs)]
         if not len(mine):
             continue
         mine = mine[np.argsort(mine[:, 1], kind="stable")]
-        # Splits that all of these queries see, then one by one those that the later ones do.
-        whole = max(start, min(stop, int(mine[0, 1]) // SPLIT + 1))
-        for first, after in ((start, whole), *((i, i + 1) for i in range(whole, stop))):
-            mine = mine[np.searchsorted(mine[:, 1], first * SPLIT) :]
-            if after == first or not len(mine):
-                continue
-            num_rows = len(mine) * group
-            pieces = max(
-                1,
-                min(parts, num_rows // SHARED_ROWS),
-                -(-num_rows // MOST_SHARED_ROWS),
-                -(-len(mine) // most_queries),
-            )
-            bounds = np.linspace(0, len(mine), pieces + 1).astype(np.int64)
-            # The last pieces see most: taken first, they leave no thread behind.
-            splits, firsts = np.meshgrid(
-                np.arange(first, after, most_splits), bounds[-2::-1], indexing="ij"
-            )
-            owner = np.full(splits.shape, seqs[0])
-            counts = np.broadcast_to(np.diff(bounds)[::-1], splits.shape)
-            ends = np.minimum(splits + most_splits, after)
-            task = np.stack([owner, splits, ends, firsts + num_members, counts], axis=-1)
-            tasks.append(task.reshape(-1, 5))
-            members.append(mine[:, :3])
-            num_members += len(mine)
+        num_rows = len(mine) * group
+        num_pieces = max(
+            1,
+            min(parts, num_rows // SHARED_ROWS),
+            -(-num_rows // MOST_SHARED_ROWS),
+            -(-len(mine) // most_queries),
+        )
+        # A task quantizes its queries once for all of its splits.
+        most_splits = max(1, min(8, num_pieces * num_splits // (8 * num_threads)))
+        # The last pieces see most: taken first, they leave no thread behind.
+        for piece in reversed(np.array_split(mine, num_pieces)):
+            # Splits that all of these queries see, then one by one those that the later ones do.
+            seen = piece[[0, -1], 1] // SPLIT + 1
+            whole, after = (max(start, min(stop, int(count))) for count in seen)
+            for first in (*range(start, whole, most_splits), *range(whole, after)):
+                part = piece[np.searchsorted(piece[:, 1], first * SPLIT) :]
+                last = min(first + most_splits, whole) if first < whole else first + 1
+                tasks.append((seqs[0], first, last, num_members, len(part)))
+                members.append(part[:, :3])
+                num_members += len(part)
     if not tasks:
         return np.zeros((0, 5), np.int32), np.zeros((0, 3), np.int32)
     return (
-        np.concatenate(tasks).astype(np.int32),
+        np.array(tasks, np.int32),
         np.ascontiguousarray(np.concatenate(members), np.int32),
     )
 

@@ -24,6 +24,11 @@ SIZE = 2 << 20  # of a huge page; where it is another, the system refuses or doe
 SWITCH = "RADIXKV_HUGE_PAGES"
 _CHUNK = 8 * SIZE  # that a thread copies at once: so much more memory is held for a moment
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_GROUP = Path("/sys/fs/cgroup")
+_LIMITS = (
+    (_GROUP / "memory.max", _GROUP / "memory.current"),
+    (_GROUP / "memory/memory.limit_in_bytes", _GROUP / "memory/memory.usage_in_bytes"),
+)
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 _READ_WRITE, _PRIVATE_ANONYMOUS, _MOVE_TO = 3, 0x22, 3
 _FAILED = ctypes.c_void_p(-1).value
@@ -91,10 +96,19 @@ def _are_allowed() -> bool:
 
 
 def _available() -> int:
+    """Bytes that this process may still take."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return 0
+            free = int(line.split()[1]) << 10
+            break
+    else:
+        return 0
+    for limit, used in _LIMITS:  # a container's
+        try:
+            free = min(free, int(limit.read_text()) - int(used.read_text()))
+        except (OSError, ValueError):  # another version of the interface, or "max"
+            continue
+    return free
 
 
 def _mappings() -> list[_Mapping]:

@@ -46,7 +46,7 @@ _WINDOWS: dict[str, Callable[[Any], int | None]] = {
 }
 _BLOCK_ROWS = 512  # that run at a time: what lies between the products stays in a cache
 _MAX_PROGRAMS = 64  # that a layer keeps, by numbers of rows
-_MAX_DESKS = 16  # that a thread keeps
+_MAX_DESKS = 64  # that a thread keeps, by numbers of rows
 _FEW_ROWS = 64  # that a step's layers run from one place: then time between calls counts
 _IN_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
 _IN_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
@@ -148,6 +148,11 @@ class _Parts:
 
         self.widths = [part.module.out_features for part in (self.q, self.k, self.v)]
         self.geometry = (self.hidden_size, self.head_dim, self.num_inner, *self.widths)
+        self.sizes = {  # of a row of what lies between the operations
+            "joint": sum(self.widths), "attended": self.widths[0], "cos": self.head_dim,
+            "sin": self.head_dim, "normed": self.hidden_size, "middle": self.hidden_size,
+            "gate": self.num_inner, "up": self.num_inner,
+        }  # fmt: skip
         self._seen = [
             (p.siblings, p.name, p.module, p.module._parameters, p.weight, p.weight_at, p.bias,
              p.bias_at)
@@ -181,16 +186,16 @@ class _Parts:
             self._programs[num_rows, num_threads] = made
         return made
 
-    def place(self, desk: _Desk) -> None:
-        """Make the programs of a desk's rows ready there: x, and x and out, are left open."""
-        if desk not in self.placed:
+    def place(self, desk: _Desk) -> tuple[Any, Any]:
+        """The programs of a desk's rows, ready there: x, and x and out, are left open."""
+        made = self.placed.get(desk)
+        if made is None:
             if len(self.placed) == _MAX_PROGRAMS:
                 self.placed.clear()
             before, after = self.programs(desk.num_rows, desk.num_threads)
-            self.placed[desk] = (
-                before.place("x", **desk.places),
-                after.place("x", "out", **desk.places),
-            )
+            made = before.place("x", **desk.places), after.place("x", "out", **desk.places)
+            self.placed[desk] = made
+        return made
 
     def heads_of(self, joint: Tensor) -> Iterator[Tensor]:
         """q, k and v, [1, num_heads, num_rows, head_dim], in their joint rows."""
@@ -247,26 +252,25 @@ class _Parts:
 
 
 class _Desk:
-    """Where a thread runs the layers of steps of ``num_rows`` rows: all that they need but x."""
+    """Where a thread runs the layers of steps of ``num_rows`` rows: all that they need but x.
 
-    def __init__(self, parts: _Parts, num_rows: int, num_threads: int) -> None:
+    Args:
+        memory: by name, what lies there for each of `_FEW_ROWS` rows; desks share it, as only
+            one of a thread is in use at a time.
+    """
+
+    def __init__(
+        self, memory: Mapping[str, Tensor], parts: _Parts, num_rows: int, num_threads: int
+    ) -> None:
         self.num_rows, self.num_threads = num_rows, num_threads
-        head_dim, widths = parts.head_dim, parts.widths
-        sizes = {
-            "joint": sum(widths), "attended": widths[0], "cos": head_dim, "sin": head_dim,
-            "normed": parts.hidden_size, "middle": parts.hidden_size, "gate": parts.num_inner,
-            "up": parts.num_inner,
-        }  # fmt: skip
-        with torch.inference_mode(False):  # or only inference could use it again
-            memory = torch.empty(num_rows * sum(sizes.values()))
-            rows = dict(
-                zip(sizes, memory.split([num_rows * n for n in sizes.values()]), strict=True)
-            )
-            self.places = {name: part.data_ptr() for name, part in rows.items()}
-            joint = rows["joint"].view(num_rows, -1, head_dim)
-            self.q, self.k, self.v = joint.split([width // head_dim for width in widths], dim=1)
-            self.attended = rows["attended"].view(num_rows, -1, head_dim)
-        self._turn_bytes = 4 * num_rows * head_dim
+        self.places = {name: rows.data_ptr() for name, rows in memory.items()}
+        joint, attended = (
+            memory[name][:num_rows].unflatten(1, (-1, parts.head_dim))
+            for name in ("joint", "attended")
+        )
+        self.q, self.k, self.v = joint.split([n // parts.head_dim for n in parts.widths], dim=1)
+        self.attended = attended
+        self._turn_bytes = 4 * num_rows * parts.head_dim
 
     def turn(self, cos: Tensor, sin: Tensor) -> None:
         """Take the RoPE of a step."""
@@ -278,7 +282,8 @@ class _Desks(threading.local):
     """What a thread keeps from step to step."""
 
     def __init__(self) -> None:
-        self.known: dict[tuple[Any, ...], _Desk] = {}
+        self._known: dict[tuple[int, ...], _Desk] = {}
+        self._memory: dict[tuple[int, ...], dict[str, Tensor]] = {}
         self._space = np.empty(0, np.uint8)
 
     def space(self, num_bytes: int) -> int:
@@ -287,19 +292,25 @@ class _Desks(threading.local):
             self._space = np.empty(num_bytes, np.uint8)  # NumPy asks for huge pages
         return self._space.ctypes.data
 
+    def desk(self, parts: _Parts, num_rows: int) -> _Desk:
+        num_threads = torch.get_num_threads()
+        key = (num_rows, num_threads, *parts.geometry)
+        desk = self._known.get(key)
+        if desk is None:
+            if len(self._known) == _MAX_DESKS:
+                self._known.clear()
+                self._memory.clear()
+            if parts.geometry not in self._memory:
+                with torch.inference_mode(False):  # or only inference could use it again
+                    self._memory[parts.geometry] = {
+                        name: torch.empty(_FEW_ROWS, size) for name, size in parts.sizes.items()
+                    }
+            desk = _Desk(self._memory[parts.geometry], parts, num_rows, num_threads)
+            self._known[key] = desk
+        return desk
+
 
 _desks = _Desks()
-
-
-def _desk_of(parts: _Parts, num_rows: int) -> _Desk:
-    num_threads = torch.get_num_threads()
-    key = (num_rows, num_threads, *parts.geometry)
-    desk = _desks.known.get(key)
-    if desk is None:
-        if len(_desks.known) == _MAX_DESKS:
-            _desks.known.clear()
-        desk = _desks.known[key] = _Desk(parts, num_rows, num_threads)
-    return desk
 
 
 class _Relay:
@@ -315,8 +326,10 @@ class _Relay:
         self.desk, self._serve, self.x, self.embeddings = desk, serve, x, embeddings
         desk.turn(*embeddings)
 
-    def run(self, parts: _Parts, x: Tensor, keywords: Mapping[str, Any]) -> Tensor:
-        before, after = parts.placed[self.desk]
+    def run(
+        self, parts: _Parts, placed: tuple[Any, Any], x: Tensor, keywords: Mapping[str, Any]
+    ) -> Tensor:
+        before, after = placed
         x_at = x.data_ptr()
         before.run(x_at)
         self._serve(parts.attention, keywords, parts.keywords)
@@ -362,10 +375,11 @@ class FusedLayer:
             and len(args) == 1
             and args[0] is relay.x
             and keywords.get("position_embeddings") is relay.embeddings
-            and relay.desk in parts.placed
             and not torch.is_grad_enabled()
         ):
-            return relay.run(parts, args[0], keywords)
+            placed = parts.placed.get(relay.desk)
+            if placed is not None:
+                return relay.run(parts, placed, args[0], keywords)
         layer = self._layer()
         assert layer is not None  # its forward is what runs
         if handler is not None and len(args) == 1 and not torch.is_grad_enabled():
@@ -375,7 +389,7 @@ class FusedLayer:
                 assert parts is not None
                 relay = self._relay(handler, parts, args[0], embeddings)
                 if relay is not None:
-                    return relay.run(parts, args[0], keywords)
+                    return relay.run(parts, parts.place(relay.desk), args[0], keywords)
                 cos, sin = embeddings
                 return self._run(handler, parts, args[0], cos, sin, keywords)
         own: Tensor = type(layer).forward(layer, *args, **keywords)
@@ -408,14 +422,12 @@ class FusedLayer:
         prepare = getattr(handler, "prepare", None)
         if prepare is None or x.shape[1] > _FEW_ROWS:
             return None
-        desk = _desk_of(parts, x.shape[1])
+        desk = _desks.desk(parts, x.shape[1])
         relay: _Relay | None = handler.relay  # type: ignore[attr-defined]
         if relay is None or relay.desk is not desk or relay.embeddings is not embeddings:
             serve = prepare(desk.q, desk.k, desk.v, desk.attended)
             relay = None if serve is None else _Relay(desk, serve, x, embeddings)
             handler.relay = relay  # type: ignore[attr-defined]
-        if relay is not None:
-            parts.place(desk)
         return relay
 
     def _run(

@@ -80,6 +80,18 @@ def test_it_can_be_switched_off_and_asks_for_room(numbers, monkeypatch):
     assert bytes_in_huge_pages(tensor) == 0
 
 
+def test_a_containers_limit_counts(tmp_path, monkeypatch):
+    limit, used = tmp_path / "max", tmp_path / "current"
+    monkeypatch.setattr(huge_pages, "_LIMITS", ((limit, used),))
+    free = huge_pages._available()
+    assert free > 1 << 20  # there are no such files
+    used.write_text("4096\n")
+    limit.write_text("max\n")
+    assert huge_pages._available() > 1 << 20
+    limit.write_text("1052672\n")
+    assert huge_pages._available() == 1 << 20
+
+
 def test_what_the_system_refuses_stays_as_it_was(numbers, monkeypatch):
     tensor = mapped(numbers, shared=False)
 
