@@ -263,6 +263,7 @@ class _Desk:
         self, memory: Mapping[str, Tensor], parts: _Parts, num_rows: int, num_threads: int
     ) -> None:
         self.num_rows, self.num_threads = num_rows, num_threads
+        self._memory = memory  # its addresses are in the programs that are placed here
         self.places = {name: rows.data_ptr() for name, rows in memory.items()}
         joint, attended = (
             memory[name][:num_rows].unflatten(1, (-1, parts.head_dim))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
@@ -550,6 +551,53 @@ def test_saves_and_loads_of_several_threads_beside_a_running_cache(tmp_path: Pat
     for pin in pins:
         pin.unpin()
     cache.check()
+
+
+LOADER = """
+import hashlib, sys, time
+from test_snapshot import TREE, make, stored
+print("ready", flush=True)
+sys.stdin.readline()  # the two begin together
+seen = set()
+end = time.monotonic() + 1
+while time.monotonic() < end:
+    cache = make(4, 256)
+    cache.load(sys.argv[1])
+    cache.check()
+    found = repr([stored(cache, token_ids) for token_ids in TREE])
+    seen.add(hashlib.sha256(found.encode()).hexdigest())
+print(*seen)
+"""
+
+
+def test_two_processes_load_one_file_at_once_while_it_is_saved_again(tmp_path: Path) -> None:
+    path = tmp_path / "cache.rkv"
+    cache = filled(256)
+    cache.save(path)
+    found = repr([stored(cache, token_ids) for token_ids in TREE])
+    loaders = [
+        subprocess.Popen(
+            [sys.executable, "-c", LOADER, str(path)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    for loader in loaders:
+        assert loader.stdout is not None
+        assert loader.stdout.readline() == "ready\n"
+    for loader in loaders:
+        assert loader.stdin is not None
+        loader.stdin.write("\n")
+        loader.stdin.flush()
+    while any(loader.poll() is None for loader in loaders):
+        cache.save(path)
+    for loader in loaders:
+        out, _ = loader.communicate()
+        assert loader.returncode == 0
+        assert out.split() == [hashlib.sha256(found.encode()).hexdigest()]
 
 
 MEMORY = """
