@@ -3278,11 +3278,13 @@ def _run_at(address: int, pointer: int, num_threads: int) -> None:
         function = _c_kernel(address)
         pool = _executor(num_threads - 1)
         others = [pool.submit(function, pointer) for _ in range(num_threads - 1)]
-        function(pointer)
-        for other in others:
-            # The tasks are done: who has not begun by now need not be waited for.
-            if not other.cancel():
-                other.result()
+        try:
+            function(pointer)
+        finally:
+            for other in others:
+                # The tasks are done: who has not begun by now need not be waited for.
+                if not other.cancel():
+                    other.result()
 
 
 def _memory(name: str, num_bytes: int) -> tuple[int, np.ndarray]:
@@ -3387,12 +3389,14 @@ def make_plan(
             sequence's own run may hold those tokens, if ``in_rows``.
         num_kv_heads: with few shared splits of few heads, every thread still gets some work.
     Raises:
-        ValueError: more new tokens than the sequence has.
+        ValueError: more new tokens than the sequence has; runs of a sequence with a gap.
     """
     queries_per_task = max(1, TILE_ROWS // group)
     num_shared = np.zeros(len(seq_lens), np.int64)
-    for seqs, _, stop in shared:
-        num_shared[seqs] = np.maximum(num_shared[seqs], stop)
+    for seqs, start, stop in shared:
+        if (num_shared[seqs] != start).any():
+            raise ValueError(f"shared: expected runs without a gap, got one that begins at {start}")
+        num_shared[seqs] = stop
     tiles: list[tuple[int, ...]] = []
     passes: list[Pass] = []
     rows: list[tuple[int, ...]] = []
@@ -3711,7 +3715,8 @@ class Step:
         Raises:
             ValueError: a page id that the pool does not have.
         """
-        out = torch.empty(q.shape[0], self._num_q_heads, self._v_head_dim)
+        shape = (q.shape[0], self._num_q_heads, self._v_head_dim)
+        out = torch.empty(shape, dtype=torch.float32, device="cpu")
         AttentionCall(self, q, out, num_threads).run(
             places, softmax_scale, window, softcap, sinks, alibi_slopes
         )
@@ -3779,7 +3784,7 @@ class AttentionCall:
 
 
 _COUNTED = struct.Struct("=3q")
-_NO_CENTER = torch.zeros(MAX_HEAD_DIM)
+_NO_CENTER = torch.zeros(MAX_HEAD_DIM, dtype=torch.float32, device="cpu")
 
 
 class Write:

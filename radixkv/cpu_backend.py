@@ -155,10 +155,12 @@ def _worthwhile(
 ) -> _Splits:
     """Those that save time; all of a sequence's splits before one of them do, too."""
     kept, gain_s = [], 0.0
+    ends = np.zeros(len(batch.query_lens), np.int64)
     for seqs, start, stop in shared:
         gain = cost.gain_s(int(batch.query_lens[seqs].sum()))
-        if gain > 0:
+        if gain > 0 and (ends[seqs] == start).all():
             kept.append((seqs, start, stop))
+            ends[seqs] = stop
             gain_s += gain * (stop - start) * num_kv_heads
     return kept if gain_s > cost.step_s * torch.get_num_threads() else []
 
@@ -209,7 +211,7 @@ def _measure(codec: KVCodec, group: int) -> costs.SharingCost:
             torch.tensor(starts, dtype=torch.int32),
         )
         call = cpu.Step(plan, *stored[:2], num_heads * group, num_heads, stored.rotate, *tables)
-        q = torch.ones(num_seqs, num_heads * group, stored.dims[0])
+        q = torch.ones(num_seqs, num_heads * group, stored.dims[0], dtype=torch.float32)
         return partial(call.attend, _places(layer), q, softmax_scale=1.0, num_threads=num_threads)
 
     def least(calls: list[Callable[[], object]], clock: Callable[[], float]) -> list[float]:

@@ -58,7 +58,14 @@ def use_huge_pages(tensors: Iterable[Tensor]) -> int:
     """
     if sys.platform != "linux" or os.environ.get(SWITCH) == "0" or not _are_allowed():
         return 0
-    places = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors if t.is_cpu and t.nbytes]
+    try:
+        return _move_all([(t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors if t.is_cpu])
+    except (OSError, ValueError, RuntimeError) as error:  # no /proc, no thread: it stays as it is
+        logger.debug("huge pages: %s", error)
+        return 0
+
+
+def _move_all(places: list[tuple[int, int]]) -> int:
     stretches = [
         (mapping, -(-start // SIZE) * SIZE, stop // SIZE * SIZE)
         for mapping, start, stop in _within(places, _mappings())
@@ -113,10 +120,10 @@ def _available() -> int:
 
 def _mappings() -> list[_Mapping]:
     found = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        place, rights, _, _, inode, *_ = line.split()
-        start, stop = (int(end, 16) for end in place.split("-"))
-        found.append(_Mapping(start, stop, rights == "rw-p", inode != "0"))
+    for line in Path("/proc/self/maps").read_bytes().split(b"\n")[:-1]:  # any file name
+        place, rights, _, _, inode = line.split()[:5]
+        start, stop = (int(end, 16) for end in place.split(b"-"))
+        found.append(_Mapping(start, stop, rights == b"rw-p", inode != b"0"))
     return found
 
 

@@ -159,7 +159,9 @@ class _Parts:
             for p in self.all
         ]  # fmt: skip
         self._programs: dict[tuple[int, int], tuple[Any, Any]] = {}
-        self.placed: dict[_Desk, tuple[Any, Any]] = {}
+        # Weakly: a thread's desks end with it.
+        self.placed: weakref.WeakKeyDictionary[_Desk, tuple[Any, Any]]
+        self.placed = weakref.WeakKeyDictionary()
 
     def are_unchanged(self) -> bool:
         for siblings, name, module, parameters, weight, weight_at, bias, bias_at in self._seen:
@@ -190,8 +192,6 @@ class _Parts:
         """The programs of a desk's rows, ready there: x, and x and out, are left open."""
         made = self.placed.get(desk)
         if made is None:
-            if len(self.placed) == _MAX_PROGRAMS:
-                self.placed.clear()
             before, after = self.programs(desk.num_rows, desk.num_threads)
             made = before.place("x", **desk.places), after.place("x", "out", **desk.places)
             self.placed[desk] = made
@@ -304,7 +304,8 @@ class _Desks(threading.local):
             if parts.geometry not in self._memory:
                 with torch.inference_mode(False):  # or only inference could use it again
                     self._memory[parts.geometry] = {
-                        name: torch.empty(_FEW_ROWS, size) for name, size in parts.sizes.items()
+                        name: torch.empty(_FEW_ROWS, size, dtype=torch.float32, device="cpu")
+                        for name, size in parts.sizes.items()
                     }
             desk = _Desk(self._memory[parts.geometry], parts, num_rows, num_threads)
             self._known[key] = desk
@@ -444,7 +445,7 @@ class FusedLayer:
         num_threads, blocks = torch.get_num_threads(), range(0, num_rows, _BLOCK_ROWS)
         block = min(num_rows, _BLOCK_ROWS)
         row, joint_row = 4 * parts.hidden_size, 4 * sum(widths)
-        joint = torch.empty(1, num_rows, sum(widths))
+        joint = torch.empty(1, num_rows, sum(widths), dtype=torch.float32, device="cpu")
         # What lies between the operations of a block.
         normed = _desks.space(block * 8 * (parts.hidden_size + parts.num_inner))
         x_at, joint_at, cos_at, sin_at = (t.data_ptr() for t in (x, joint, cos, sin))
@@ -460,7 +461,9 @@ class FusedLayer:
             )
         q, k, v = parts.heads_of(joint)
         attended = handler(parts.attention, q, k, v, {**keywords, **parts.keywords})
-        wanted = handler.wanted(parts.attention) if hasattr(handler, "wanted") else None
+        wanted, layer = None, self._layer()
+        if hasattr(handler, "wanted") and layer is not None and not layer._forward_hooks:
+            wanted = handler.wanted(parts.attention)
         if wanted is None or len(wanted) == num_rows:
             return self._after(parts, attended.contiguous(), x, normed)
         out = torch.zeros_like(x)

@@ -63,7 +63,7 @@ def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     num_rows, (num_outputs, num_inputs) = rows.shape[0], weight.shape
     rows, weight = rows.contiguous(), weight.contiguous()
     bias = None if bias is None else bias.contiguous()
-    out = torch.empty(num_rows, num_outputs)
+    out = torch.empty(num_rows, num_outputs, dtype=torch.float32, device="cpu")
     if num_rows:
         linear_kernels().multiply(
             rows.data_ptr(),

@@ -335,6 +335,7 @@ class _Paged:
 
     Attributes:
         num_served: layers that it has attended.
+        is_watched: whether somebody looks at what the last layer gives.
         relay: what `radixkv.layers` passes from layer to layer.
     """
 
@@ -348,6 +349,7 @@ class _Paged:
         self._rules, self._cache, self._centers = rules, cache, centers
         self._batch, self._logit_rows = batch.attention, batch.logit_rows
         self.num_served = 0
+        self.is_watched = False
         self.relay: Any = None
 
     def __call__(
@@ -392,8 +394,8 @@ class _Paged:
 
     def wanted(self, module: torch.nn.Module) -> Tensor | None:
         """The rows of a layer that are read: of the last layer those that logits are made of."""
-        is_last = module.layer_idx == self._cache.spec.num_layers - 1
-        return self._logit_rows if is_last else None
+        is_last = self.num_served == self._cache.spec.num_layers
+        return self._logit_rows if is_last and not self.is_watched else None
 
     def _center(self, layer_idx: int) -> Tensor | None:
         return None if self._centers is None else self._centers[layer_idx]
@@ -637,6 +639,12 @@ class ModelRunner:
         """What of this runner's own measures pages of ``codec`` depend on."""
         return self.k_center.cpu().numpy().tobytes() if codec.centers_k else b""
 
+    def _is_watched(self) -> bool:
+        """Whether hooks would see what the last layer gives."""
+        base = getattr(self.model, "base_model", self.model)
+        around = (self.model, base, *base.children())
+        return any(module._forward_hooks or module._forward_pre_hooks for module in around)
+
     def forward(self, batch: Batch, cache: PrefixCache) -> Tensor:
         """Run ``batch``: write its tokens' KV into ``cache`` and return the wanted logits.
 
@@ -650,11 +658,15 @@ class ModelRunner:
 
         def compute(batch: Batch) -> Tensor:
             paged = _Paged(self._rules, batch, cache, centers)
+            paged.is_watched = self._is_watched()
             keywords: dict[str, Any] = {"position_ids": batch.positions, "use_cache": False}
             if self._keeps_logits:
                 keywords["logits_to_keep"] = batch.logit_rows
-            with torch.inference_mode(), attending(paged):
-                logits: Tensor = self.model(input_ids=batch.input_ids, **keywords).logits[0]
+            try:
+                with torch.inference_mode(), attending(paged):
+                    logits: Tensor = self.model(input_ids=batch.input_ids, **keywords).logits[0]
+            finally:
+                paged.relay = None  # which leads back to it
             if paged.num_served != self.spec.num_layers:
                 raise UnsupportedModelError(
                     f"{type(self.model).__name__}: {paged.num_served} of {self.spec.num_layers} "

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixkv import costs, reference
+from radixkv import costs, cpu_backend, reference
 from radixkv.attention import get_backend
 from radixkv.cache import Lease, PrefixCache
 from radixkv.config import KVConfig
@@ -606,3 +606,24 @@ def test_an_engine_gives_the_same_tokens_and_scores_with_shared_runs(long_model)
                 assert stats.kv_bytes_read < stats.kv_bytes_alone
                 assert read < 0.5 * alone, "continuations of one prompt read it once"
     assert answers[0] == answers[1]
+
+
+def test_runs_with_a_gap_are_refused() -> None:
+    parent, child = (np.arange(2), 0, 1), (np.array([1]), 1, 2)
+    sizes = [1100, 1100], [0, 3, 6], 2
+    cpu.make_plan(*sizes, in_rows=True, shared=[parent, child])
+    with pytest.raises(ValueError, match="without a gap"):
+        cpu.make_plan(*sizes, in_rows=True, shared=[child])
+
+
+def test_a_run_is_shared_only_if_what_lies_before_it_is() -> None:
+    # Noise may measure that more queries save less: the parent does not pay, its child does.
+    forest = Forest(THREE_LEVELS, query_len=3)
+    cost = costs.SharingCost(saved_s=-1.0, fixed_s=-4.0, step_s=0.0)
+    shared = cpu_backend._shared_splits(forest.batch, 16, True)
+    assert any(start > 0 for _, start, _ in shared)
+    kept = cpu_backend._worthwhile(shared, forest.batch, cost, 2)
+    ends = np.zeros(len(forest.lengths), int)
+    for seqs, start, stop in kept:
+        assert (ends[seqs] == start).all()
+        ends[seqs] = stop

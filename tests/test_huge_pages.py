@@ -1,5 +1,7 @@
 """Weights in huge pages: the same bytes at the same addresses, or left alone."""
 
+import mmap
+import os
 import re
 import sys
 from pathlib import Path
@@ -78,6 +80,24 @@ def test_it_can_be_switched_off_and_asks_for_room(numbers, monkeypatch):
         patch.setattr(sys, "platform", "darwin")
         assert use_huge_pages([tensor]) == 0
     assert bytes_in_huge_pages(tensor) == 0
+
+
+def test_other_mappings_may_have_any_name(numbers, tmp_path):
+    moved = use_huge_pages([mapped(numbers, shared=False)])
+    odd = tmp_path / os.fsdecode(b"\xff\xfe \xe2\x80\xa8\x0c\r.bin")
+    with odd.open("wb+") as file:
+        file.write(b"x" * 4096)
+        file.flush()
+        with mmap.mmap(file.fileno(), 4096):
+            assert use_huge_pages([mapped(numbers, shared=False)]) == moved
+
+
+def test_what_cannot_be_looked_at_stays_as_it_is(numbers, monkeypatch):
+    def barred() -> None:
+        raise PermissionError(13, "/proc")
+
+    monkeypatch.setattr(huge_pages, "_mappings", barred)
+    assert use_huge_pages([mapped(numbers, shared=False)]) == 0
 
 
 def test_a_containers_limit_counts(tmp_path, monkeypatch):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import radixkv.model as model_module
 from radixkv import Engine, KVConfig
 from radixkv.layers import FusedLayer, steady
 from radixkv_kernels import linear as kernels
@@ -454,3 +457,73 @@ def test_gates_of_any_size_are_those_of_silu(gate: float) -> None:
     program.run()
     expected = F.silu(torch.tensor(gate).double()).float()
     assert torch.allclose(out[0], expected, rtol=1e-5, atol=1e-30, equal_nan=True)
+
+
+@pytest.fixture
+def other_default() -> Iterator[None]:
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def test_torchs_default_dtype_is_nothing_to_a_desk(
+    tiny_model: Callable[..., Any], other_default: None
+) -> None:
+    prompts = [list(range(5, 90)), list(range(3, 20))]
+    with Engine(tiny_model("llama"), kv=KVConfig(capacity="4MiB")) as engine:
+        got = engine.generate(prompts, temperature=0, max_new_tokens=8)
+    torch.set_default_dtype(torch.float32)
+    with Engine(tiny_model("llama"), kv=KVConfig(capacity="4MiB")) as engine:
+        expected = engine.generate(prompts, temperature=0, max_new_tokens=8)
+    assert [r.samples[0].token_ids for r in got] == [r.samples[0].token_ids for r in expected]
+
+
+def test_the_last_layer_is_the_one_that_runs_last(tiny_model: Callable[..., Any]) -> None:
+    model = tiny_model("llama", fresh=True)
+    model.model.layers = nn.ModuleList(reversed(model.model.layers))
+    prompt = torch.arange(5, 105)[None]
+    expected = model.generate(prompt, do_sample=False, max_new_tokens=6, eos_token_id=None)
+    with Engine(model, kv=KVConfig(dtype="model", capacity="4MiB")) as engine:
+        got = engine.generate(prompt[0].tolist(), temperature=0, max_new_tokens=6, ignore_eos=True)
+    assert got.samples[0].token_ids == expected[0, 100:].tolist()
+
+
+@pytest.mark.parametrize("where", ["model.norm", "model.layers.1", "model", "lm_head"])
+def test_a_hook_sees_every_row_of_the_last_layer(
+    tiny_model: Callable[..., Any], where: str
+) -> None:
+    model = tiny_model("llama", fresh=True)
+    seen: list[Tensor] = []
+    with Engine(model, kv=KVConfig(capacity="4MiB")) as engine:
+        hook = model.get_submodule(where).register_forward_hook(
+            lambda module, args, out: seen.append(out[0] if where != "lm_head" else out)
+        )
+        engine.generate(list(range(5, 105)), temperature=0, max_new_tokens=1)
+        hook.remove()
+    rows = seen[0].reshape(-1, seen[0].shape[-1])
+    assert len(rows) == (100 if where != "lm_head" else 1)
+    assert rows.abs().amax(dim=1).min() > 0
+
+
+def test_a_step_leaves_nothing_to_the_garbage_collector(tiny_model: Callable[..., Any]) -> None:
+    kept: list[weakref.ref[Any]] = []
+    prepare = model_module._Paged.prepare
+
+    def watched(paged: Any, *args: Any) -> Any:
+        kept.append(weakref.ref(paged))
+        return prepare(paged, *args)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            Engine(tiny_model("llama"), kv=KVConfig(capacity="4MiB")) as engine,
+        ):
+            patch.setattr(model_module._Paged, "prepare", watched)
+            engine.generate(list(range(5, 20)), temperature=0, max_new_tokens=9)
+        alive = [paged for paged in kept if paged() is not None]
+    finally:
+        gc.enable()
+    assert len(kept) >= 8
+    assert not alive
