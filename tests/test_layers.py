@@ -153,6 +153,22 @@ def test_a_desk_serves_a_tensor_that_is_not_the_last_ones(fused: Any) -> None:
     assert server.served == len(model.model.layers)
 
 
+def test_a_desk_does_not_serve_what_compiled_calls_cannot_read(fused: Any) -> None:
+    model, _, _, handlers = fused
+
+    def spread(x: Tensor) -> Tensor:
+        return torch.stack([x, -x], -1)[..., 0]  # every other element
+
+    expected = through(model, 6, spread)
+    handlers[0] = Server()
+    plain = through(model, 6)
+    handlers[0].relay = None
+    first = iter([False, True])
+    got = through(model, 6, lambda x: spread(x) if next(first) else x)
+    assert torch.allclose(got, plain, rtol=1e-4, atol=1e-4)
+    assert torch.equal(through(model, 6, spread), expected)
+
+
 def test_a_layer_that_was_changed_leaves_the_desk(fused: Any) -> None:
     model, _, look, handlers = fused
     handlers[0] = Server()
