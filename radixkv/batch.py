@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixkv.cache import Lease
-from radixkv.groups import SharedRun
 from radixkv.reference import AttentionBatch
 
 
@@ -21,7 +20,7 @@ class Run(NamedTuple):  # one a sequence and step: a frozen dataclass takes five
 
     Attributes:
         lease: covers at least ``stop`` tokens; those below ``start`` have their KV.
-        token_ids: of the tokens ``start : stop``.
+        token_ids: of the tokens ``start : stop``, at least one.
         start, stop: positions in the sequence.
         write_from: tokens below this position have their KV already and are run only for
             their logits: their K and V are computed and dropped.
@@ -38,7 +37,7 @@ class Run(NamedTuple):  # one a sequence and step: a frozen dataclass takes five
     page_ids: NDArray[np.int32] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one a step
 class Batch:
     """What the model is called with.
 
@@ -60,33 +59,39 @@ def build_batch(runs: Sequence[Run], device: torch.device) -> Batch:
 
     Complexity: O(tokens + pages) of the runs, O(1) Python operations a run.
     """
+    leases, token_ids, *places, page_ids = zip(*runs, strict=True)
     input_ids: list[int] = []
-    tables = [run.lease.page_ids if run.page_ids is None else run.page_ids for run in runs]
-    page_table = np.zeros((len(runs), max(map(len, tables))), dtype=np.int32)
-    for row, table in zip(page_table, tables, strict=True):
-        row[: len(table)] = table
-    _, token_ids, *places, _ = zip(*runs, strict=True)
     for ids in token_ids:
         input_ids += ids
-    start, seq_lens, write_from, logits_from = np.array(places, dtype=np.int64)
-    cu_seqlens_q = np.concatenate(([0], np.cumsum(seq_lens - start)))
-    seqs = np.repeat(np.arange(len(runs)), seq_lens - start)  # whose token each one is
-    positions = np.arange(len(seqs)) + (start - cu_seqlens_q[:-1])[seqs]
-    page_size = runs[0].lease._cache.page_size
-    slots = page_table[seqs, positions // page_size].astype(np.int64) * page_size
-    slots += positions % page_size
-    slots[positions < write_from[seqs]] = 0  # of NULL_PAGE: what is written there is dropped
-    logit_rows = np.flatnonzero(positions >= logits_from[seqs])
+    start, seq_lens, write_from, logits_from = (
+        np.fromiter(place, np.int64, len(runs)) for place in places
+    )
+    seqs = np.arange(len(runs))  # whose token each one is
+    if len(input_ids) == len(runs):  # a decode step, as most are: one token each
+        positions, cu_seqlens_q = start, np.arange(len(runs) + 1)
+    else:
+        query_lens = seq_lens - start
+        cu_seqlens_q = np.concatenate(([0], query_lens.cumsum()))
+        seqs = seqs.repeat(query_lens)
+        positions = np.arange(len(seqs)) + (start - cu_seqlens_q[:-1])[seqs]
+        write_from, logits_from = write_from[seqs], logits_from[seqs]
 
-    cache = runs[0].lease.cache
-    config = cache.config
-    groups: tuple[SharedRun, ...] = ()
-    if config.shared_prefix != "never":
-        query_lens = np.diff(cu_seqlens_q)
-        groups = cache.run_finder.shared_runs(page_table, seq_lens, query_lens, config.page_size)
+    cache = leases[0].cache
+    page_size = cache.page_size
+    each = [
+        lease.page_ids if known is None else known
+        for lease, known in zip(leases, page_ids, strict=True)
+    ]
+    page_table, groups = cache.page_tables.lay_out(each, start // page_size)
+    pages, offsets = np.divmod(positions, page_size)
+    slots = page_table[seqs, pages] * page_size + offsets
+    slots[positions < write_from] = 0  # of NULL_PAGE: what is written there is dropped
+    logit_rows = (positions >= logits_from).nonzero()[0]
+    on_host = cache.on_host
 
     def on_device(values: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(values).to(device, non_blocking=True)
+        tensor = torch.from_numpy(values)
+        return tensor if on_host else tensor.to(device, non_blocking=True)
 
     attention = AttentionBatch(
         slot_mapping=on_device(slots),

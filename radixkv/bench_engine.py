@@ -624,7 +624,7 @@ def bench_steps(engine: Engine, *, batch: int = 16, num_steps: int = 64) -> dict
     """
     rng = random.Random(0)
     for i in range(batch):
-        ids = rng.choices(range(min(1000, engine.vocab_size)), k=64)
+        ids = rng.choices(range(min(1000, engine.vocab_size)), k=64 + i % 16)
         engine.submit(ids, max_new_tokens=num_steps + 8, seed=i, ignore_eos=True)
     while engine._inbox or any(seq.num_pending > 1 for seq in engine._scheduler.running):
         engine.step()

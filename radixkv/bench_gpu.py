@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from radixkv import tiles
 from radixkv.attention import get_backend
 from radixkv.bench_kernel import PAGE_SIZE, PagedLoad, require_close
-from radixkv.groups import shared_runs
+from radixkv.groups import find_runs
 from radixkv.quant import KVCodec
 from radixkv.tiles import Tile
 
@@ -188,7 +188,7 @@ class GpuBench:
         batch = load.batch(1)
         num_seqs, pages = load.page_table.shape
         lens = batch.seq_lens.cpu().numpy()
-        runs = shared_runs(load.page_table.cpu().numpy(), lens, lens * 0 + 1, PAGE_SIZE)
+        runs = find_runs(load.page_table.cpu().numpy(), (lens - 1) // PAGE_SIZE)
         batch = replace(batch, runs=runs)
         rows = self.queries(num_seqs, 1)[:, :, 0].contiguous()
         load.codec = alone

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from radixkv.attention import get_backend
 from radixkv.config import KVConfig
-from radixkv.groups import shared_runs
+from radixkv.groups import find_runs
 from radixkv.quant import KVCodec, KVFormat, KVSpec, LayerPages
 from radixkv.reference import AttentionBatch, ScoreRule
 
@@ -229,7 +229,7 @@ class _Tree:
             page_table=torch.from_numpy(table),
             seq_lens=torch.from_numpy(seq_lens),
             cu_seqlens_q=torch.arange(self.num_seqs + 1, dtype=torch.int32),
-            runs=shared_runs(table, seq_lens, np.ones_like(seq_lens), PAGE_SIZE),
+            runs=find_runs(table, (seq_lens - 1) // PAGE_SIZE),
         )
         self.rule = ScoreRule(softmax_scale=head_dim**-0.5)
         self.q = torch.randn(self.num_seqs, num_q_heads, head_dim, generator=generator)

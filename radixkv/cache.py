@@ -31,7 +31,7 @@ from radixkv import snapshot, view
 from radixkv.attention import Backend, get_backend
 from radixkv.config import KVConfig, parse_bytes, require_int, require_namespace, require_real
 from radixkv.errors import CacheInvariantError, CapacityError
-from radixkv.groups import RunFinder, SharedRun
+from radixkv.groups import PageTables
 from radixkv.pool import (
     PageIds,
     PagePool,
@@ -276,17 +276,24 @@ class Lease:
         """
         self._require_open()
         tokens = self._cache.tree.encode(token_ids)
-        if not tokens.size:
-            return
+        if tokens.size:
+            self.extend_encoded(tokens)
+
+    def extend_encoded(self, tokens: NDArray[np.int32]) -> None:
+        """As `extend`, of at least one id that is known to be valid. [num_tokens] int32."""
+        self._require_open()
         cache = self._cache
         old = self._num_tokens
-        new = old + tokens.size
+        new = old + len(tokens)
         page_size = cache.page_size
         more = -(-new // page_size) - self._num_pages
         # A page that this lease alone owns stays so whatever other threads do: no lock for it.
         if more or (old % page_size and cache.pool.count(self._pages[self._num_pages - 1]) > 1):
-            with cache._guard:
+            cache._guard.enter()
+            try:
                 self._make_room(old, more)
+            finally:
+                cache._guard.leave()
         if self.num_written == old:
             self._chunk_start = old
         if new > self._tokens.size:
@@ -601,9 +608,10 @@ class PrefixCache:
         self.spec = spec
         self.config = KVConfig() if kv is None else kv
         self.device = torch.device(device)
+        self.on_host = self.device.type == "cpu"
         self.codec = KVCodec(spec, self.config)
         self.backend: Backend = get_backend(backend, self.device)
-        self.run_finder = RunFinder()
+        self.page_tables = PageTables(with_runs=self.config.shared_prefix != "never")
         self.page_size = self.config.page_size
         if self.config.capacity is None:
             capacity = free_device_bytes(self.device) // _DEFAULT_CAPACITY_SHARE
@@ -831,27 +839,22 @@ class PrefixCache:
     def _attention_batch(
         self, leases: Sequence[Lease], query_lens: Sequence[int]
     ) -> AttentionBatch:
-        width = max(lease._num_pages for lease in leases)
-        table = np.zeros((len(leases), width), dtype=np.int32)
-        for i, lease in enumerate(leases):
-            table[i, : lease._num_pages] = lease._pages[: lease._num_pages]
         slots = [
             lease.slots(lease.num_tokens - rows)
             for lease, rows in zip(leases, query_lens, strict=True)
         ]
-        seq_lens = np.array([lease.num_tokens for lease in leases], dtype=np.int32)
+        seq_lens = np.array([lease.num_tokens for lease in leases], dtype=np.int64)
         starts = np.cumsum([0, *query_lens], dtype=np.int32)
 
         def on_device(values: NDArray[Any]) -> Tensor:
             return torch.from_numpy(values).to(self.device)
 
-        runs: tuple[SharedRun, ...] = ()
-        if self.config.shared_prefix != "never":
-            runs = self.run_finder.shared_runs(table, seq_lens, np.diff(starts), self.page_size)
+        page_ids = [lease.page_ids for lease in leases]
+        table, runs = self.page_tables.lay_out(page_ids, (seq_lens - query_lens) // self.page_size)
         return AttentionBatch(
             slot_mapping=on_device(np.concatenate(slots)),
             page_table=on_device(table),
-            seq_lens=on_device(seq_lens),
+            seq_lens=on_device(seq_lens.astype(np.int32)),
             cu_seqlens_q=on_device(starts),
             runs=runs,
         )
@@ -1095,9 +1098,10 @@ class PrefixCache:
 
     def _allocate(self, count: int, name: str) -> PageIds:
         """Take pages, evicting if needed; nothing changes if they cannot be had."""
-        self._require_room(count, name)
-        if count > self.pool.num_free:
-            self.tree.evict(count - self.pool.num_free)
+        missing = count - self.pool.num_free
+        if missing > 0:
+            self._require_room(count, name)
+            self.tree.evict(missing)
         return self.pool.allocate(count)
 
     def _live_leases(self) -> list[Lease]:

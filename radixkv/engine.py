@@ -549,7 +549,11 @@ class Engine:
                 except Exception as error:
                     request.fail(error)
         now = time.perf_counter()
-        for request in list(self._live):
+        for request in [
+            r
+            for r in self._live
+            if r.done or r.aborted or r.deadline is not None or r.max_deltas is not None
+        ]:
             late = request.deadline is not None and now > request.deadline
             if (request.aborted or late) and not request.done:
                 request.aborted = True
@@ -567,15 +571,16 @@ class Engine:
         # A users' callable is called once for a token, whatever becomes of its neighbours.
         alone: list[tuple[Output, list[SamplerRow]]] = []
         together: list[tuple[Output, list[SamplerRow]]] = []
+        num_tokens = 0
         for output in outputs:
             request: Request = output.sequence.owner
+            num_tokens += output.stop - output.start
             if request.done:
                 continue
             progressed[request] = None
             if output.error is not None:
                 request.fail(output.error)
                 continue
-            request.count(output)
             try:
                 wanted = request.on_output(output)
             except Exception as error:
@@ -585,18 +590,19 @@ class Engine:
                 one = output, wanted
                 (alone if wanted[0].params.logits_processors else together).append(one)
         self._totals["steps"] += 1
-        self._batches.append((sum([o.stop - o.start for o in outputs]), len(outputs)))
-        self._sample(together)
+        self._batches.append((num_tokens, len(outputs)))
+        if together:
+            self._sample(together)
         for one in alone:
             self._sample([one])
 
     def _sample(self, drawn: list[tuple[Output, list[SamplerRow]]]) -> None:
         """Draw for all at once; if that fails one by one, so that only the one at fault fails."""
-        drawn = [one for one in drawn if not one[0].sequence.owner.done]
-        if not drawn:
+        if len(drawn) == 1 and drawn[0][0].sequence.owner.done:
             return
         try:
-            sampled = sample(_gather(drawn), [row for _, rows in drawn for row in rows])
+            logits, rows = _gather(drawn)
+            sampled = sample(logits, rows)
         except Exception as error:
             if len(drawn) == 1:
                 drawn[0][0].sequence.owner.fail(error)
@@ -604,13 +610,15 @@ class Engine:
                 for one in drawn:
                     self._sample([one])
             return
+        now = time.perf_counter()
         place = 0
         for output, rows in drawn:
-            seq, first = output.sequence, place
-            request, place = seq.owner, first + len(rows)
+            seq = output.sequence
+            request: Request = seq.owner
+            first, place = place, place + len(rows)
             if not request.done:
                 try:
-                    request.on_sampled(seq, sampled[first:place])
+                    request.on_sampled(seq, sampled[first:place], now)
                 except Exception as error:
                     request.fail(error)
 
@@ -1064,18 +1072,25 @@ def _identify(engine_ref: weakref.ref[Engine]) -> dict[str, str]:
     return engine.fingerprint()
 
 
-def _gather(drawn: list[tuple[Output, list[SamplerRow]]]) -> Tensor:
-    """The logits to draw each row from, without a copy where they stand so already."""
+def _gather(
+    drawn: list[tuple[Output, list[SamplerRow]]],
+) -> tuple[Tensor, list[SamplerRow]]:
+    """The rows to draw, and their logits, without a copy where they stand so already."""
     batch_logits = drawn[0][0].batch_logits
     assert batch_logits is not None
     places: list[int] = []
+    every: list[SamplerRow] = []
+    are_together = True
     for (_, _, stop, logits_from, logits, row, _), rows in drawn:
-        if logits is not batch_logits:  # they were run one by one
-            return torch.cat([output.logits[-1:].expand(len(rows), -1) for output, rows in drawn])
+        are_together &= logits is batch_logits
         places += [row + stop - 1 - logits_from] * len(rows)
-    if places == list(range(batch_logits.shape[0])):
-        return batch_logits
-    return batch_logits[torch.tensor(places, device=batch_logits.device)]
+        every += rows
+    if not are_together:  # they were run one by one
+        last = [output.logits[-1:].expand(len(rows), -1) for output, rows in drawn]
+        return torch.cat(last), every
+    if places != list(range(batch_logits.shape[0])):
+        batch_logits = batch_logits[torch.tensor(places, device=batch_logits.device)]
+    return batch_logits, every
 
 
 @contextmanager

@@ -29,72 +29,93 @@ class SharedRun(NamedTuple):
     seqs: NDArray[np.int64]
 
 
-def shared_runs(
-    page_table: NDArray[np.int32],
-    seq_lens: NDArray[Any] | Sequence[int],
-    query_lens: NDArray[Any] | Sequence[int],
-    page_size: int,
-) -> tuple[SharedRun, ...]:
-    """`find_runs` over the pages that lie wholly before each sequence's new tokens.
+class _Step(NamedTuple):
+    """One step's pages, how many of them are whole pages before the new tokens, and the runs.
 
-    Args:
-        page_table: page ids of each sequence. [num_seqs, max_pages].
-        seq_lens: tokens of each sequence after this step; query_lens: new ones. [num_seqs].
+    ``shared_pages``: how many of a sequence's pages lie in a run.
     """
-    return find_runs(page_table, (np.asarray(seq_lens) - np.asarray(query_lens)) // page_size)
 
-
-class _Found(NamedTuple):
-    """Runs, and what they were found in."""
-
+    page_ids: Sequence[NDArray[np.int32]]
     page_table: NDArray[np.int32]
-    num_pages: NDArray[np.int64]
-    shared_pages: NDArray[np.int64]
+    num_pages: list[int]
+    shared_pages: list[int]
     runs: tuple[SharedRun, ...]
 
-    def hold(self, page_table: NDArray[np.int32], num_pages: NDArray[np.int64]) -> bool:
-        """Whether these are the runs of ``page_table`` as well."""
-        num_seqs, widest = self.page_table.shape
-        if len(page_table) != num_seqs or page_table.shape[1] < widest:
-            return False
-        grown = num_pages - self.num_pages
-        # What a sequence gets may be shared if all that it had was.
-        if grown.min() < 0 or ((grown > 0) & (self.shared_pages == self.num_pages)).any():
-            return False
-        changed = np.flatnonzero(page_table[:, :widest] != self.page_table)
-        seqs, columns = changed // max(1, widest), changed % max(1, widest)
-        return bool((columns >= self.num_pages[seqs]).all())
+    def hold(
+        self, page_ids: Sequence[NDArray[np.int32]], num_pages: list[int], changed: list[int]
+    ) -> bool:
+        """Whether these are the runs of ``page_ids`` as well, of which those at ``changed`` differ.
+
+        They are if sequences only grew, each by pages after a page of its own: what follows a
+        shared page may be shared.
+        """
+        for i in changed:
+            count = self.num_pages[i]
+            if page_ids[i][:count].tobytes() != self.page_ids[i][:count].tobytes():
+                return False
+        return not any(
+            new < old or (new > old and shared == old)
+            for new, old, shared in zip(num_pages, self.num_pages, self.shared_pages, strict=True)
+        )
 
 
-class RunFinder:
-    """`shared_runs` of one step after another, found anew only where that may change them.
+class PageTables:
+    """The page tables of one step after another, and their runs; what did not change is kept.
 
-    A step in which sequences only grew has the runs of the one before. Any number of threads
-    may share a finder.
+    A step in which no sequence got a page has the table of the one before, and one in which
+    sequences only grew has its runs. Any number of threads may share this.
+
+    Args:
+        with_runs: whether runs are looked for.
     """
 
-    def __init__(self) -> None:
-        self._last: _Found | None = None
+    def __init__(self, *, with_runs: bool = True) -> None:
+        self._with_runs = with_runs
+        self._last: _Step | None = None
 
-    def shared_runs(
-        self,
-        page_table: NDArray[np.int32],
-        seq_lens: NDArray[Any] | Sequence[int],
-        query_lens: NDArray[Any] | Sequence[int],
-        page_size: int,
-    ) -> tuple[SharedRun, ...]:
-        """As the function of this name."""
-        num_pages = (np.asarray(seq_lens) - np.asarray(query_lens)) // page_size
-        last = self._last
-        if last is not None and last.hold(page_table, num_pages):
-            return last.runs
-        runs = find_runs(page_table, num_pages)
-        shared_pages = np.zeros(len(num_pages), np.int64)
-        for run in runs:  # parents first
-            shared_pages[run.seqs] = run.stop
-        table = page_table[:, : num_pages.max(initial=0)].copy()
-        self._last = _Found(table, num_pages, shared_pages, runs)
-        return runs
+    def lay_out(
+        self, page_ids: Sequence[NDArray[np.int32]], num_pages: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int32], tuple[SharedRun, ...]]:
+        """The page table of a step, padded with page 0 (`NULL_PAGE`), and its `find_runs`.
+
+        Args:
+            page_ids: of each sequence, at least one. An array that was passed may not be written
+                afterwards: passed again it stands for the same pages.
+            num_pages: whole pages of each sequence before its new tokens. [num_seqs].
+
+        Returns:
+            The table, [num_seqs, max_pages], not to be written; and the runs.
+        """
+        last, counts = self._last, num_pages.tolist()
+        page_table: NDArray[np.int32] | None = None
+        changed = list(range(len(page_ids)))
+        if last is not None and len(last.page_ids) == len(page_ids):
+            both = enumerate(zip(page_ids, last.page_ids, strict=True))
+            changed = [i for i, (new, old) in both if new is not old]
+            if not changed:
+                page_table = last.page_table
+                if counts == last.num_pages:
+                    return page_table, last.runs
+        else:
+            last = None
+        if page_table is None:
+            page_table = np.zeros((len(page_ids), max(map(len, page_ids))), dtype=np.int32)
+            if last is not None and len(changed) < len(page_ids):
+                width = min(page_table.shape[1], last.page_table.shape[1])
+                page_table[:, :width] = last.page_table[:, :width]
+            for i in changed:
+                page_table[i, : len(page_ids[i])] = page_ids[i]
+                page_table[i, len(page_ids[i]) :] = 0
+        if last is not None and last.hold(page_ids, counts, changed):
+            runs, shared_pages = last.runs, last.shared_pages
+        else:
+            runs = find_runs(page_table, num_pages) if self._with_runs else ()
+            shared_pages = [0] * len(page_ids)
+            for run in runs:  # parents first
+                for seq in run.seqs.tolist():
+                    shared_pages[seq] = run.stop
+        self._last = _Step(page_ids, page_table, counts, shared_pages, runs)
+        return page_table, runs
 
 
 def find_runs(
@@ -189,4 +210,4 @@ def _runs(
     return tuple(runs)
 
 
-__all__ = ["RunFinder", "SharedRun", "find_runs", "shared_runs"]
+__all__ = ["PageTables", "SharedRun", "find_runs"]

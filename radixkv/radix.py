@@ -29,6 +29,7 @@ PageIds = NDArray[np.int64]  # as wide as an index: NumPy gathers by it three ti
 MAX_TOKEN_ID = 2**31 - 1
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 _NO_TOKENS: Tokens = np.empty(0, dtype=np.int32)
+_FEW = 64
 
 
 def encode_tokens(token_ids: Any, *, name: str = "token_ids") -> Tokens:
@@ -59,8 +60,9 @@ def encode_tokens(token_ids: Any, *, name: str = "token_ids") -> Tokens:
         return _NO_TOKENS
     tokens = np.frombuffer(native, dtype=np.int32)
     # Too large ones are negative now. A bool passes for 0 or 1, so those are looked at.
-    if np.minimum.reduce(tokens) <= 1:
-        low = np.flatnonzero(tokens <= 1).tolist()
+    # (A few are sooner seen as Python integers than NumPy's reductions have begun.)
+    if (min(tokens.tolist()) if len(native) <= _FEW else np.minimum.reduce(tokens)) <= 1:
+        low = (tokens <= 1).nonzero()[0].tolist()
         if any(native[i] > MAX_TOKEN_ID or not _is_integer(token_ids[i]) for i in low):
             _refuse(token_ids, name)
     return tokens
@@ -109,6 +111,8 @@ _UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
 
 def _is_integer(value: Any) -> bool:
+    if type(value) is int:
+        return True
     if isinstance(value, (bool, np.bool_)):
         return False
     return "bool" not in str(getattr(value, "dtype", ""))  # a torch scalar

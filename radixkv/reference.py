@@ -35,7 +35,7 @@ class KVReads:
     tokens_alone: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # one a step: a frozen one takes three times as long
 class AttentionBatch:
     """Which new tokens attend to which pages; built once a step, used by every layer.
 
@@ -48,7 +48,7 @@ class AttentionBatch:
         seq_lens: KV length after this step. [num_seqs] int32.
         cu_seqlens_q: cumulative new tokens, first 0. [num_seqs + 1] int32.
         runs: columns of the page table that several sequences share, as
-            `radixkv.groups.shared_runs` finds them; a backend may read them once, or ignore them.
+            `radixkv.groups.find_runs` finds them; a backend may read them once, or ignore them.
         reads: written by the backend when it runs the batch.
     """
 

@@ -232,11 +232,11 @@ class Request:
             self._lease = None
 
     def on_output(self, output: Output) -> list[SamplerRow]:
-        """Take one step's output; returns the rows to be drawn from its last logits."""
+        """Take (and `_count`) one step's output; returns rows to draw from its last logits."""
         raise NotImplementedError
 
-    def on_sampled(self, seq: Sequence, sampled: list[Sampled]) -> None:
-        """Take what was drawn for the rows that `on_output` returned."""
+    def on_sampled(self, seq: Sequence, sampled: list[Sampled], now: float) -> None:
+        """Take what was drawn at ``now`` (`time.perf_counter`) for the rows of `on_output`."""
         raise NotImplementedError
 
     def partial_result(self) -> Any:
@@ -264,8 +264,8 @@ class Request:
         self._sequences.remove(seq)
         return self._scheduler.remove(seq, commit=commit, keep_lease=keep_lease)
 
-    def count(self, output: Output) -> None:
-        """Keep the times and token counts of `metrics`."""
+    def _count(self, output: Output) -> None:
+        """Keep the times and token counts of `metrics`; to be called for each output."""
         seq, start, stop = output.sequence, output.start, output.stop
         num_prompt = len(self.prompt_token_ids)
         if start >= num_prompt:
@@ -278,21 +278,13 @@ class Request:
         self.metrics.prefill_tokens += prefill
         self.metrics.decode_tokens += stop - start - prefill
 
-    def _note_token(self, last: float | None = None) -> float:
-        """Count a token and say when it came; ``last`` is when its sample's last one did."""
-        now = time.perf_counter()
+    def _note_token(self, now: float, last: float | None) -> None:
+        """Count a token that came at ``now``; ``last`` is when its sample's last one did."""
         self.num_tokens += 1
         if last is not None:
             self.token_gaps.append(now - last)
         elif self.num_tokens == 1:
             self.metrics.ttft_s = now - self._submitted
-        return now
-
-    def _emit(self, delta: Delta) -> None:
-        if self._record:
-            self._deltas.append(delta)
-            if self._listeners:
-                self._notify()
 
     def _notify(self) -> None:
         for callback in self._listeners:
@@ -424,10 +416,14 @@ class SampleRequest(Request):
         self._add(seq)
 
     def on_output(self, output: Output) -> list[SamplerRow]:
-        seq = output.sequence
+        seq, start, stop, _, _, _, _ = output
         index = self._index.get(seq)
+        if index is not None and start >= len(self.prompt_token_ids):
+            self.metrics.decode_tokens += stop - start
+        else:
+            self._count(output)
         if index is not None:
-            return [] if output.stop < len(seq.token_ids) else [self._samples[index].row]
+            return [] if stop < len(seq.token_ids) else [self._samples[index].row]
         self.cached_tokens = seq.num_cached or 0
         if self._prompt_logprobs is not None:
             self._note_prompt_logprobs(output)
@@ -447,10 +443,10 @@ class SampleRequest(Request):
             rows = output.logits[: len(targets)]
             self._prompt_logprobs += top_logprobs(rows, targets, self.params.prompt_logprobs)
 
-    def on_sampled(self, seq: Sequence, sampled: list[Sampled]) -> None:
+    def on_sampled(self, seq: Sequence, sampled: list[Sampled], now: float) -> None:
         index = self._index.get(seq)
         if index is not None:
-            self._accept(seq, index, sampled[0])
+            self._accept(seq, self._samples[index], sampled[0], now)
         else:
             assert self._scheduler is not None
             # Fork before any of them goes on: all share the prompt's pages.
@@ -460,12 +456,11 @@ class SampleRequest(Request):
                 self._sequences.append(twins[-1])
             self._index = {twin: i for i, twin in enumerate(twins)}
             for i, token in enumerate(sampled):
-                self._accept(twins[i], i, token)
+                self._accept(twins[i], self._samples[i], token, now)
         if not self._num_open:
             self.finish(self.partial_result())
 
-    def _accept(self, seq: Sequence, index: int, token: Sampled) -> None:
-        state = self._samples[index]
+    def _accept(self, seq: Sequence, state: _SampleState, token: Sampled, now: float) -> None:
         row = state.row
         token_id, logprob, top = token
         token_ids = row.token_ids
@@ -473,29 +468,36 @@ class SampleRequest(Request):
         state.cumulative_logprob += logprob
         if top is not None:
             state.logprobs.append(top)
-        state.last_token = self._note_token(state.last_token)
-        text, guide = "", row.guide
+        last, state.last_token = state.last_token, now
+        if last is None:
+            self._note_token(now, None)
+        else:
+            self.num_tokens += 1
+            self.token_gaps.append(now - last)
+        text, reason, guide = "", None, row.guide
         if token_id in self._stop_ids:
-            state.finish_reason, state.stop_reason = "stop", token_id
+            reason, state.stop_reason = "stop", token_id
         else:
             if guide is not None:
                 guide.advance(token_id)
+                reason = "stop" if guide.finished else None
             if self._needs_text:
                 text = self._show(state)
-            if state.stream.stopped is not None:
-                state.finish_reason, state.stop_reason = "stop", state.stream.stopped
-            elif guide is not None and guide.finished:
-                state.finish_reason = "stop"
-            elif len(token_ids) == self.params.max_new_tokens:
-                state.finish_reason = "length"
-        if state.finish_reason:
+                if state.stream.stopped is not None:
+                    reason, state.stop_reason = "stop", state.stream.stopped
+            if reason is None and len(token_ids) == self.params.max_new_tokens:
+                reason = "length"
+        if reason is None:
+            seq.token_ids.append(token_id)
+        else:
+            state.finish_reason = reason
             text += self._show(state) + state.stream.finish()
             self._num_open -= 1
-            self._close(seq, index)
-        else:
-            seq.token_ids.append(token_id)
+            self._close(seq, row.index)
         if self._record:
-            self._emit(Delta(index, text, [token_id], state.finish_reason))
+            self._deltas.append(Delta(row.index, text, [token_id], reason))
+            if self._listeners:
+                self._notify()
 
     def _show(self, state: _SampleState) -> str:
         """The text of the tokens that came since the last call; a stop token is none."""
@@ -520,7 +522,9 @@ class SampleRequest(Request):
             if state.finish_reason is None:
                 tail = self._show(state) + state.stream.finish()
                 state.finish_reason = "abort"
-                self._emit(Delta(i, tail, [], "abort"))
+                if self._record:
+                    self._deltas.append(Delta(i, tail, [], "abort"))
+                    self._notify()
             samples.append(
                 Sample(
                     token_ids=state.row.token_ids,
@@ -569,6 +573,7 @@ class BeamRequest(Request):
         self._add(seq)
 
     def on_output(self, output: Output) -> list[SamplerRow]:
+        self._count(output)
         seq, num_prompt = output.sequence, len(self.prompt_token_ids)
         self.cached_tokens = self.cached_tokens or seq.num_cached or 0
         if output.stop < len(seq.token_ids):
@@ -586,7 +591,9 @@ class BeamRequest(Request):
         logits = torch.stack([self._logits[seq] for seq in self._beams])
         self._logits.clear()
         chosen = self._search.advance(logits)
-        self._last_token = self._note_token(self._last_token)
+        now = time.perf_counter()
+        self._note_token(now, self._last_token)
+        self._last_token = now
         if self._search.done:
             self._close()
             return
@@ -636,8 +643,10 @@ class BeamRequest(Request):
             tails = [seq.token_ids[num_prompt:] for seq in self._beams] or [[]]
             del tails[self.params.num_return or self.params.width :]
             samples = [Sample(ids, self._text(ids, ended=False), "abort") for ids in tails]
-        for i, sample in enumerate(samples):
-            self._emit(Delta(i, sample.text, sample.token_ids, sample.finish_reason))
+        if self._record:
+            for i, sample in enumerate(samples):
+                self._deltas.append(Delta(i, sample.text, sample.token_ids, sample.finish_reason))
+            self._notify()
         return Result(self.prompt_token_ids, samples, self.cached_tokens, None, self.metrics)
 
     def _text(self, token_ids: list[int], *, ended: bool) -> str:
@@ -667,6 +676,7 @@ class ScoreRequest(Request):
         self._add(seq)
 
     def on_output(self, output: Output) -> list[SamplerRow]:
+        self._count(output)
         seq, num_prompt = output.sequence, len(self.prompt_token_ids)
         assert self._scheduler is not None
         if seq not in self._index:
@@ -736,6 +746,7 @@ class PrefillRequest(Request):
         self._add(seq)
 
     def on_output(self, output: Output) -> list[SamplerRow]:
+        self._count(output)
         seq = output.sequence
         if output.stop == len(seq.token_ids):
             self.cached_tokens = seq.num_cached or 0

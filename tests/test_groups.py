@@ -18,7 +18,7 @@ from radixkv.attention import get_backend
 from radixkv.cache import Lease, PrefixCache
 from radixkv.config import KVConfig
 from radixkv.engine import Engine
-from radixkv.groups import RunFinder, SharedRun, find_runs
+from radixkv.groups import PageTables, SharedRun, find_runs
 from radixkv.quant import KVCodec, KVSpec, hadamard
 from radixkv.reference import KVReads, ScoreRule
 from radixkv_kernels import cpu
@@ -123,18 +123,26 @@ def as_sets(runs: tuple[SharedRun, ...]) -> set[tuple[int, int, tuple[int, ...]]
     return {(run.start, run.stop, tuple(sorted(run.seqs.tolist()))) for run in runs}
 
 
+def as_rows(table, num_pages):
+    """Each sequence's pages, as a lease gives them."""
+    return [row[: max(1, count)].copy() for row, count in zip(table, num_pages, strict=True)]
+
+
 @given(st.integers(0, 2**32), st.integers(1, 12), st.integers(0, 4))
-def test_runs_that_are_kept_are_those_that_would_be_found(seed, num_seqs, depth) -> None:
-    """Sequences grow (by pages of their own, or of another), shrink, swap and are replaced."""
+def test_what_is_kept_of_a_step_is_what_would_be_found(seed, num_seqs, depth) -> None:
+    """Sequences grow (by pages of their own, or of another), shrink, swap, go and are replaced."""
     rng = np.random.default_rng(seed)
     table, num_pages = random_forest(rng, num_seqs, depth, 4)
     table = np.pad(table, ((0, 0), (0, 12)))
-    finder, fresh = RunFinder(), 10_000
+    tables, fresh = PageTables(), 10_000
+    rows = as_rows(table, num_pages)
     for _ in range(12):
-        runs = finder.shared_runs(table, num_pages + 1, np.ones_like(num_pages), 1)
+        laid_out, runs = tables.lay_out(rows, num_pages.copy())
         assert as_sets(runs) == as_sets(find_runs(table, num_pages))
-        table = table.copy()  # the finder must not be told by what it was given
-        change = rng.integers(0, 8)
+        assert laid_out.shape == (num_seqs, max(map(len, rows)))
+        for row, ids in zip(laid_out, rows, strict=True):
+            assert row[: len(ids)].tolist() == ids.tolist() and not row[len(ids) :].any()
+        change = rng.integers(0, 9)
         seq, other = rng.integers(0, num_seqs, 2)
         if change < 5:  # as in decode, each at its own time
             for grows in np.flatnonzero(rng.random(num_seqs) < 0.3):
@@ -151,10 +159,18 @@ def test_runs_that_are_kept_are_those_that_would_be_found(seed, num_seqs, depth)
                 table[[other, seq]],
                 num_pages[[other, seq]],
             )
+        elif change == 7 and num_seqs > 1:
+            table, num_pages = np.delete(table, seq, 0), np.delete(num_pages, seq)
+            num_seqs, rows = num_seqs - 1, rows[:seq] + rows[seq + 1 :]
         elif num_pages[seq]:
             fresh += 1
             table[seq, rng.integers(0, num_pages[seq])] = fresh
         table[np.arange(table.shape[1]) >= num_pages[:, None]] = 0
+        # A sequence whose pages are the same keeps its array, as in the scheduler (or not).
+        rows = [
+            old if old.tolist() == new.tolist() and rng.random() < 0.9 else new
+            for old, new in zip(rows, as_rows(table, num_pages), strict=True)
+        ]
 
 
 def test_steps_that_only_grow_keep_their_runs() -> None:
@@ -163,14 +179,19 @@ def test_steps_that_only_grow_keep_their_runs() -> None:
     for seq in range(40):  # a page of its own, that is not yet full
         table[seq, num_pages[seq]] = 1_000_000 + seq
     num_pages += 1
-    finder = RunFinder()
-    runs = finder.shared_runs(table, num_pages, np.zeros_like(num_pages), 1)
+    tables, rows = PageTables(), as_rows(table, num_pages)
+    _, runs = tables.lay_out(rows, num_pages.copy())
     assert runs
     for step in range(5):
         seq = np.arange(step, 40, 2)
         table[seq, num_pages[seq]] = 2_000_000 + 40 * step + seq
         num_pages[seq] += 1
-        assert finder.shared_runs(table, num_pages, np.zeros_like(num_pages), 1) is runs
+        grown = as_rows(table, num_pages)
+        rows = [grown[i] if i in seq else rows[i] for i in range(40)]
+        laid_out, again = tables.lay_out(rows, num_pages.copy())
+        assert again is runs
+        same, again = tables.lay_out(list(rows), num_pages.copy())
+        assert again is runs and same is laid_out
 
 
 @pytest.mark.parametrize("num_prompts", [1, 16, 64, 256])

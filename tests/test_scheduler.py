@@ -53,7 +53,7 @@ class FakeRunner:
         rows = torch.stack([batch.input_ids[0], batch.positions[0]], dim=1).float()[:, None]
         cache.backend.write_kv(cache.codec, layer, attention.slot_mapping, rows, rows, layer_idx=0)
         if not self.checks:
-            return torch.zeros(len(batch.logit_rows), VOCAB_SIZE)
+            return torch.zeros(len(batch.logit_rows), self.vocab_size)
         page_size = cache.config.page_size
         logits = torch.zeros(batch.input_ids.shape[1], VOCAB_SIZE)
         wanted = set(batch.logit_rows.tolist())
@@ -236,8 +236,9 @@ def test_a_flood_of_alike_requests_keeps_every_count(monkeypatch: pytest.MonkeyP
         check_idle(engine)
 
 
-def test_bookkeeping_of_a_step_is_small() -> None:
+def test_bookkeeping_of_a_step_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not a timed test of the machine: a bound far above what is seen, to catch a blow-up."""
+    monkeypatch.setattr(FakeRunner, "vocab_size", 1000)
     with fake_engine(4096, 16) as engine:
         engine._runner.checks = False  # type: ignore[attr-defined]
         times = bench_steps(engine, batch=64, num_steps=40)
