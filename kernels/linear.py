@@ -34,7 +34,7 @@ _F64 = ir.DoubleType()
 _VF = ir.VectorType(_F32, LANES)
 _V4 = ir.VectorType(_F32, 4)
 
-_TILE = (4, 6) if LANES == 16 else (2, 4)  # rows, outputs: their sums fill the registers
+_TILE = (4, 6) if LANES == 16 else (3, 4)  # rows, outputs: their sums fill the registers
 _UNROLL = 64 // (4 * LANES)  # vectors of a cache line
 _TASK_BYTES = 2**18  # of weights: they stay in the second-level cache while the rows pass by
 _MAX_TASK = 64  # outputs
@@ -157,22 +157,28 @@ def _multiply_block(
                 b.store(cpu._const(0.0), place)
 
             def add(read: Callable[[Any], Any]) -> None:
-                values = [read(w_rows[n]) for n in range(outputs)]
-                for r in range(rows):
-                    factor = read(x_rows[r])
-                    for n in range(outputs):
+                factors = [read(x_rows[r]) for r in range(rows)]
+                for n in range(outputs):
+                    value = read(w_rows[n])
+                    for r in range(rows):
                         place = sums[r, n]
-                        b.store(cpu._fma(b, factor, values[n], b.load(place)), place)
+                        b.store(cpu._fma(b, factors[r], value, b.load(place)), place)
 
             if rows > 1:
                 # While these outputs' weights serve the rows, those of the next come from memory:
-                # each tile of rows asks for one output's.
+                # each tile of rows asks for one output's, or for two where there are few tiles.
+                after, half = b.add(output, _number(outputs)), (outputs + 1) // 2
                 turn = b.srem(b.sdiv(row, _number(rows)), _number(outputs))
-                following = lines(weight, b.add(b.add(output, _number(outputs)), turn), 1, line)[0]
+                following = _at(b, weight, b.add(after, turn), line)
+                turn = b.srem(b.add(turn, _number(half)), _number(outputs))
+                another = _at(b, weight, b.add(after, turn), line)
+                are_few = b.icmp_signed("<", num_rows, _number(rows * outputs))
             with cgutils.for_range(b, b.sdiv(num_whole, _number(_UNROLL))) as loop:
                 begin = b.mul(loop.index, _number(4 * LANES * _UNROLL))
                 if rows > 1:
                     cpu._prefetch(b, following, begin)
+                    with b.if_then(are_few):
+                        cpu._prefetch(b, another, begin)
                 for i in range(_UNROLL):
                     offset = b.add(begin, _number(4 * LANES * i))
                     add(lambda pointer, offset=offset: cpu._load(b, pointer, offset, _VF))
@@ -200,18 +206,25 @@ def _multiply_block(
                 target = b.add(b.add(out, column), b.mul(out_row, b.add(row, _number(r))))
                 cpu._store(b, b.load(total), cpu._pointer(b, target), 0)
 
-        def cover(count: Any, size: int, body: Callable[[Any, int], None]) -> None:
-            """Call body(first, how many) for whole pieces of ``size``, then one by one."""
-            done = b.mul(b.sdiv(count, _number(size)), _number(size))
-            with cgutils.for_range(b, b.sdiv(count, _number(size))) as loop:
-                body(b.mul(loop.index, _number(size)), size)
-            with cgutils.for_range(b, b.sub(count, done)) as loop:
-                body(b.add(done, loop.index), 1)
+        def cover(count: Any, sizes: tuple[int, ...], body: Callable[[Any, int], None]) -> None:
+            """Call body(first, how many) for whole pieces of each size, the largest first."""
+            done: Any = _number(0)
+            for size in sizes:
+                num_pieces = b.sdiv(b.sub(count, done), _number(size))
+                if size == 3:  # 4 are better served as 2 and 2 than as 3 and 1
+                    has_one = b.icmp_signed("==", b.srem(count, _number(size)), _number(1))
+                    has_four = b.icmp_signed(">", count, _number(size))
+                    spared = b.zext(b.and_(has_one, has_four), _I64)
+                    num_pieces = b.sub(num_pieces, spared)
+                with cgutils.for_range(b, num_pieces) as loop:
+                    body(b.add(done, b.mul(loop.index, _number(size))), size)
+                done = b.add(done, b.mul(num_pieces, _number(size)))
 
         def multiply(output: Any, outputs: int) -> None:
-            cover(num_rows, _TILE[0], lambda row, rows: tile(row, output, rows, outputs))
+            sizes = (_TILE[0], 2, 1) if outputs > 1 else (_TILE[0], 1)
+            cover(num_rows, sizes, lambda row, rows: tile(row, output, rows, outputs))
 
-        cover(num_outputs, _TILE[1], multiply)
+        cover(num_outputs, (_TILE[1], 1), multiply)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 11), codegen
@@ -332,7 +345,7 @@ def _offset(address, num_bytes):  # type: ignore[no-untyped-def]
 def _product(op, first, num_outputs):  # type: ignore[no-untyped-def]
     """One task's outputs, for all rows; block by block, so that its rows stay in the cache."""
     line, place = 4 * op.num_inputs, 4 * first
-    row_block = max(8, _ROW_BLOCK_BYTES // line // 8 * 8)
+    row_block = max(12, _ROW_BLOCK_BYTES // line // 12 * 12)
     for row in range(0, op.num_rows, row_block):
         num_rows = min(row_block, op.num_rows - row)
         x, out = op.x + row * op.x_row, op.out + row * op.out_row + place
