@@ -6,18 +6,15 @@ rename. A file that cannot be read, or is not what was written, is measured anew
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
-import os
-import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from radixkv.models import cache_dir
+from radixkv.models import cache_dir, write_whole
 
 FILE_NAME = "sharing-costs.json"
 VERSION = 1  # of the file; raise it when what the numbers mean changes
@@ -92,18 +89,10 @@ def _read() -> dict[str, SharingCost]:
 def _write(entries: dict[str, SharingCost]) -> None:
     newest = dict(list(entries.items())[-MAX_ENTRIES:])
     content = {"version": VERSION, "entries": {k: asdict(v) for k, v in newest.items()}}
-    temporary = None
     try:
-        path().parent.mkdir(parents=True, exist_ok=True)
-        number, temporary = tempfile.mkstemp(dir=path().parent, prefix=FILE_NAME)
-        with os.fdopen(number, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
-        Path(temporary).replace(path())
+        write_whole(path(), json.dumps(content, indent=1).encode())
     except OSError as error:  # a read-only home: measured once a process, then
         logger.warning("%s: cannot be written (%s); measured for this process only", path(), error)
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                Path(temporary).unlink()
 
 
 __all__ = ["FILE_NAME", "MAX_ENTRIES", "VERSION", "SharingCost", "path", "sharing_cost"]

@@ -53,6 +53,7 @@ _PAUSED_S = 0.05  # how often one looks whether a paused request's reader has ca
 _LINGER_S = 2.0  # how long the engine's thread stays when there is nothing to do
 _STREAM_DELTAS = 256  # that a stream's reader may lag behind before its request is paused
 _HISTORY = 4096  # requests and steps that the percentiles of `EngineStats` look back on
+_BATCH_TOKENS, _GPU_BATCH_TOKENS = 512, 1024  # most a step, unless the caller says otherwise
 
 logger = logging.getLogger("radixkv")
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -120,7 +121,8 @@ class Engine:
         tokenizer: its tokenizer; None allows token ids only, and texts are empty.
         kv: how pages are stored, and how many.
         device: moves the model; None leaves it where it is.
-        max_batch_tokens: most tokens that one step runs; longer prompts go in chunks.
+        max_batch_tokens: most tokens that one step runs; longer prompts go in chunks. None is 512
+            on a CPU, where more would be no faster and others would wait longer, else 1024.
         backend: ``"auto"``, ``"triton"``, ``"cpu"`` or ``"torch"``.
 
     Attributes:
@@ -145,12 +147,13 @@ class Engine:
         *,
         kv: KVConfig = KVConfig(),  # noqa: B008 - frozen
         device: str | torch.device | None = None,
-        max_batch_tokens: int = 1024,
+        max_batch_tokens: int | None = None,
         backend: str = "auto",
     ) -> None:
         if not isinstance(kv, KVConfig):
             raise TypeError(f"kv: expected a KVConfig, got {kv!r}; use KVConfig(dtype=...)")
-        require_int("max_batch_tokens", max_batch_tokens, 1)
+        if max_batch_tokens is not None:
+            require_int("max_batch_tokens", max_batch_tokens, 1)
         self._closed = True  # until all below has worked
         if device is not None:
             model = model.to(device)
@@ -178,6 +181,8 @@ class Engine:
         self._fingerprint: dict[str, str] | None = None
         reference = weakref.ref(self)
         self.cache.identify = lambda: _identify(reference)
+        if max_batch_tokens is None:
+            max_batch_tokens = _BATCH_TOKENS if self.cache.on_host else _GPU_BATCH_TOKENS
         self._scheduler = Scheduler(self.cache, self._forward, max_batch_tokens)
         self._step_lock = threading.RLock()
         self._stepping: int | None = None  # ident of the thread inside a step
@@ -202,7 +207,7 @@ class Engine:
         kv: KVConfig = KVConfig(),  # noqa: B008 - frozen
         device: str | torch.device = "auto",
         dtype: str | torch.dtype = "auto",
-        max_batch_tokens: int = 1024,
+        max_batch_tokens: int | None = None,
         backend: str = "auto",
         snapshot: str | os.PathLike[str] | None = None,
         **transformers_kwargs: Any,

@@ -44,6 +44,24 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache").absolute() / "radixkv"
 
 
+def write_whole(path: Path, content: bytes) -> None:
+    """Put ``content`` in the place of a file, in one rename; makes its folder.
+
+    Raises:
+        OSError: it could not be written; what was there is there still.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    number, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(number, "wb") as file:
+            file.write(content)
+        Path(temporary).replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            Path(temporary).unlink()
+        raise
+
+
 def prepare_small_model(*, progress: bool) -> Path:
     """Return a folder that ``from_pretrained`` loads, made by the first call.
 

@@ -72,6 +72,7 @@ IMPORT_ORDER = [
     "huge_pages",
     "layers",
     "fingerprint",
+    "measures",
     "graphs",
     "model",
     "text",
