@@ -300,6 +300,22 @@ def test_what_other_threads_may_see_is_whole(monkeypatch: pytest.MonkeyPatch) ->
         check_idle(engine)
 
 
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_reordering_beams_moves_references_and_no_whole_page(
+    page_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with fake_engine(256 // page_size, page_size) as engine:
+        forks = []
+        fork = engine._scheduler.fork
+        monkeypatch.setattr(engine._scheduler, "fork", lambda seq: forks.append(1) or fork(seq))
+        params = BeamParams(width=4, max_new_tokens=16, ignore_eos=True)
+        assert len(engine.generate([0, 1, 2, 0, 1, 2], params).samples) == 4
+        assert len(forks) > 8
+        # What a fork may cost is a copy of the last page, and none where that is full.
+        assert engine.cache.stats().cow_copies <= (0 if page_size == 1 else len(forks))
+        check_idle(engine)
+
+
 def test_a_step_inside_a_step_is_refused() -> None:
     with fake_engine(64, 4) as engine:
         beside = engine.stream([1, 2], max_new_tokens=30, ignore_eos=True)
