@@ -134,7 +134,7 @@ def points(tokenizer: Any, model: Any) -> list[tuple[str, Any, str]]:
         ("allocation: node", radix.RadixTree, "insert"),
         ("allocation: lease", cache.PrefixCache, "acquire"),
         ("allocation: match", cache.PrefixCache, "match"),
-        ("allocation: extend", cache.Lease, "extend"),
+        ("allocation: extend", cache.Lease, "extend_encoded"),
         ("allocation: fork", cache.Lease, "fork"),
         ("allocation: batch", engine, "build_batch"),
         ("allocation: logits", engine, "_gather"),

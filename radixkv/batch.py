@@ -84,7 +84,7 @@ def build_batch(runs: Sequence[Run], device: torch.device) -> Batch:
     ]
     page_table, groups = cache.page_tables.lay_out(each, start // page_size)
     pages, offsets = np.divmod(positions, page_size)
-    slots = page_table[seqs, pages] * page_size + offsets
+    slots = page_table[seqs, pages].astype(np.int64) * page_size + offsets
     slots[positions < write_from] = 0  # of NULL_PAGE: what is written there is dropped
     logit_rows = (positions >= logits_from).nonzero()[0]
     on_host = cache.on_host

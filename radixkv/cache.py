@@ -287,21 +287,23 @@ class Lease:
         new = old + len(tokens)
         page_size = cache.page_size
         more = -(-new // page_size) - self._num_pages
-        # A page that this lease alone owns stays so whatever other threads do: no lock for it.
-        if more or (old % page_size and cache.pool.count(self._pages[self._num_pages - 1]) > 1):
-            cache._guard.enter()
-            try:
-                self._make_room(old, more)
-            finally:
-                cache._guard.leave()
-        if self.num_written == old:
-            self._chunk_start = old
         if new > self._tokens.size:
             grown = np.empty(max(new, 2 * self._tokens.size), dtype=np.int32)
             grown[:old] = self._tokens[:old]
             self._tokens = grown
         self._tokens[old:new] = tokens
-        self._num_tokens = new
+        # A page that this lease alone owns stays so whatever other threads do: no lock for it.
+        if more or (old % page_size and cache.pool.count(self._pages[self._num_pages - 1]) > 1):
+            cache._guard.enter()
+            try:
+                self._make_room(old, more)
+                self._num_tokens = new  # here: other threads count pages and tokens
+            finally:
+                cache._guard.leave()
+        else:
+            self._num_tokens = new
+        if self.num_written == old:
+            self._chunk_start = old
         self._batch = None
 
     def _make_room(self, old: int, more: int) -> None:
@@ -402,8 +404,7 @@ class Lease:
         if self._released:
             return
         self._released = True
-        self._cache._leases.pop(id(self), None)
-        self._cache._give_back(self._pages[: self._num_pages])
+        self._cache._give_back(self._pages[: self._num_pages], id(self))
 
     def __enter__(self) -> Self:
         self._require_open()
@@ -648,6 +649,11 @@ class PrefixCache:
         self._num_pinned = 0
         self._now = time.monotonic
         self.identify: Callable[[], Mapping[str, str]] = dict
+
+    def after_fork(self) -> None:
+        """Free the lock, in a process whose fork() may have copied it held by another thread."""
+        self._guard.lock = threading.RLock()
+        self._guard.inside = False
 
     # --- leases ------------------------------------------------------------------------
 
@@ -1130,11 +1136,12 @@ class PrefixCache:
         self._num_pinned -= int(np.count_nonzero(self._pin_count[pin._pages] == 0))
         self.pool.drop(pin._pages)
 
-    def _give_back(self, what: PageIds | Pin) -> None:
-        """Take pages or a pin back, now or, inside another call of this thread, after it."""
+    def _give_back(self, what: PageIds | Pin, lease_id: int = 0) -> None:
+        """Take a pin or a lease's pages back, now or, inside a call of this thread, after it."""
         guard = self._guard
         guard.lock.acquire()
         try:
+            self._leases.pop(lease_id, None)
             self._returned.append(what)
             if not guard.inside:
                 guard.inside = True

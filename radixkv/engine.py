@@ -31,7 +31,7 @@ from radixkv.errors import (
     RadixKVError,
 )
 from radixkv.fingerprint import WeightWatch, fingerprint
-from radixkv.guided import Guide, make_guide
+from radixkv.guided import Guide, compute_ahead, make_guide
 from radixkv.model import ModelRunner
 from radixkv.request import (
     BeamRequest,
@@ -42,7 +42,7 @@ from radixkv.request import (
     ScoreRequest,
 )
 from radixkv.sampling import SamplerRow, sample
-from radixkv.scheduler import Output, Scheduler
+from radixkv.scheduler import Output, Policy, Scheduler, longest_prefix_first
 from radixkv.text import encode_continuation, encode_messages, encode_prompt, is_prompt
 
 if TYPE_CHECKING:
@@ -64,6 +64,16 @@ def _close_engines() -> None:
     # A thread inside torch or a kernel when the interpreter goes away would abort the process.
     for engine in list(_open_engines):
         engine.close()
+
+
+def _leave_engines_behind() -> None:
+    # Another thread may have held a lock at the fork: it would never be free in this process.
+    for engine in list(_open_engines):
+        engine._after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_engines_behind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +134,9 @@ class Engine:
         max_batch_tokens: most tokens that one step runs; longer prompts go in chunks. None is 512
             on a CPU, where more would be no faster and others would wait longer, else 1024.
         backend: ``"auto"``, ``"triton"``, ``"cpu"`` or ``"torch"``.
+        policy: which request goes first of those that wait, a function of the `Request` and of
+            how many of its tokens are cached: the smallest number, of equal ones the oldest. What
+            has run or has waited for long goes before it.
 
     Attributes:
         cache: the `PrefixCache`. After `close` it is empty, and may be used by itself.
@@ -149,9 +162,15 @@ class Engine:
         device: str | torch.device | None = None,
         max_batch_tokens: int | None = None,
         backend: str = "auto",
+        policy: Policy = longest_prefix_first,
     ) -> None:
         if not isinstance(kv, KVConfig):
             raise TypeError(f"kv: expected a KVConfig, got {kv!r}; use KVConfig(dtype=...)")
+        if not callable(policy):
+            raise TypeError(
+                f"policy: expected a function of a Request and its cached tokens, got {policy!r}; "
+                f"leave it out for the longest cached prefix first"
+            )
         if max_batch_tokens is not None:
             require_int("max_batch_tokens", max_batch_tokens, 1)
         self._closed = True  # until all below has worked
@@ -183,7 +202,7 @@ class Engine:
         self.cache.identify = lambda: _identify(reference)
         if max_batch_tokens is None:
             max_batch_tokens = _BATCH_TOKENS if self.cache.on_host else _GPU_BATCH_TOKENS
-        self._scheduler = Scheduler(self.cache, self._forward, max_batch_tokens)
+        self._scheduler = Scheduler(self.cache, self._forward, max_batch_tokens, policy=policy)
         self._step_lock = threading.RLock()
         self._stepping: int | None = None  # ident of the thread inside a step
         self._wake = threading.Condition()
@@ -209,6 +228,7 @@ class Engine:
         dtype: str | torch.dtype = "auto",
         max_batch_tokens: int | None = None,
         backend: str = "auto",
+        policy: Policy = longest_prefix_first,
         snapshot: str | os.PathLike[str] | None = None,
         **transformers_kwargs: Any,
     ) -> Engine:
@@ -269,6 +289,7 @@ class Engine:
                 device=device,
                 max_batch_tokens=max_batch_tokens,
                 backend=backend,
+                policy=policy,
             )
         engine._runner.warn_of_outliers(kv)
         if snapshot is not None:
@@ -454,6 +475,7 @@ class Engine:
     def step(self) -> list[Request]:
         """Run one batch; returns the requests that made progress or ended."""
         self.check_open()
+        self.check_outside()
         with self._step_lock:
             return self._step()
 
@@ -462,6 +484,7 @@ class Engine:
         progressed: dict[Request, None] = {}
         try:
             self._settle(progressed)
+            compute_ahead([guide for request in self._live for guide in request.guides])
             outputs = self._scheduler.step()
             if outputs:
                 self._deliver(outputs, progressed)
@@ -494,11 +517,7 @@ class Engine:
             RadixKVError: called from inside a step.
         """
         self.check_open()
-        if self._stepping == threading.get_ident():
-            raise RadixKVError(
-                "Engine.reset_cache: called from inside one of the engine's own steps (a logits "
-                "processor or callback); call it between requests"
-            )
+        self.check_outside("call it between requests")
         with self._step_lock:
             self._watch.changed()
             self._reset()
@@ -636,10 +655,10 @@ class Engine:
         return logits
 
     def _put(self, requests: list[Request]) -> None:
-        self.check_open()
         for request in requests:
             request.on_end = self._count
         with self._wake:
+            self.check_open()  # within: what comes after `close` has looked would never end
             self._inbox.extend(requests)
             self._wake.notify_all()
 
@@ -663,11 +682,7 @@ class Engine:
     def run_all(self, requests: list[Any], *, progress: bool = False) -> list[Any]:
         """Run requests to their end; if one fails, the others are aborted and its error raised."""
         try:
-            if self._stepping == threading.get_ident():
-                raise RadixKVError(
-                    "Engine: called from inside one of its own steps (a logits processor or "
-                    "callback), which would wait for itself; use submit() there"
-                )
+            self.check_outside()
             self._enqueue(requests)
         except BaseException as error:
             for request in requests:  # they may have brought leases
@@ -702,7 +717,7 @@ class Engine:
             return
         for request in requests:
             request.aborted = True
-        if self._stepping == threading.get_ident():
+        if self._stepping == threading.get_ident() or os.getpid() != self._pid:
             return
         with self._step_lock:
             self._stepping = threading.get_ident()
@@ -715,12 +730,24 @@ class Engine:
 
     def check_open(self) -> None:
         """Raise unless this engine can be used here."""
+        self.check_process()
         if self._closed:
             raise EngineClosedError("Engine: expected an open engine, got a closed one; make anew")
+
+    def check_process(self) -> None:
+        """Raise in a process that a fork() made after this engine was."""
         if os.getpid() != self._pid:
             raise RadixKVError(
                 f"Engine: expected process {self._pid}, which made it, got process "
                 f"{os.getpid()}; an engine does not survive fork(): make one in each process"
+            )
+
+    def check_outside(self, instead: str = "use submit() there") -> None:
+        """Raise inside one of the engine's own steps, which would wait for itself."""
+        if self._stepping == threading.get_ident():
+            raise RadixKVError(
+                f"Engine: expected a call between steps, got one from inside one of its own steps "
+                f"(a logits processor or callback), which would wait for itself; {instead}"
             )
 
     def check_length(self, num_prompt: int, max_new_tokens: int) -> None:
@@ -956,19 +983,26 @@ class Engine:
         if self._closed:
             return
         with self._step_lock:
+            with self._wake:
+                self._closed = True
+                self._wake.notify_all()
+                thread = self._thread
             for request in [*self._inbox, *self._live]:
                 request.aborted = True
             self._settle({})
             for branch in list(self._branches):
                 branch.close()
-            self._closed = True
-        with self._wake:
-            self._wake.notify_all()
-            thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
         self.cache.clear()
         self._runner.release()
+
+    def _after_fork(self) -> None:
+        """Close the copy that fork() made: its thread and what runs are the parent's."""
+        self._closed = True
+        self._thread = self._stepping = None
+        self._step_lock, self._wake = threading.RLock(), threading.Condition()
+        self.cache.after_fork()
 
     def __enter__(self) -> Engine:
         self.check_open()
@@ -1011,6 +1045,8 @@ class Stream(Iterator[Delta]):
                     self._over = True  # raised once; then the iterator is at its end
                     raise self.request.error
                 raise StopIteration
+            self._engine.check_process()
+            self._engine.check_outside()
             self._changed.wait()
             self._changed.clear()
         return self._ready.popleft()
@@ -1129,25 +1165,29 @@ def _show_progress(engine: Engine, requests: list[Request]) -> None:
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]:.0f} tokens/s, {task.fields[hits]:.0%} of prompts cached"),
+        TextColumn(
+            "{task.fields[rate]:.0f} tokens/s, {task.fields[hits]:.0%} of prompts cached, "
+            "{task.fields[used]:.0%} of pages in use"
+        ),
     )
     started = time.perf_counter()
     with Progress(*columns) as bar:
-        task = bar.add_task("requests", total=len(requests), rate=0.0, hits=0.0)
+        task = bar.add_task("requests", total=len(requests), rate=0.0, hits=0.0, used=0.0)
         while True:
-            done = sum(request.done for request in requests)
+            open_ones = [request for request in requests if not request.done]
             tokens = sum(request.num_tokens for request in requests)
             prompts = sum(len(request.prompt_token_ids) for request in requests)
             cached = sum(request.cached_tokens for request in requests)
             bar.update(
                 task,
-                completed=done,
+                completed=len(requests) - len(open_ones),
                 rate=tokens / max(time.perf_counter() - started, 1e-9),
                 hits=cached / prompts,
+                used=1 - engine.cache.num_free_pages / engine.cache.pool.num_pages,
             )
-            if done == len(requests) or any(request.error for request in requests):
+            if not open_ones or any(request.error for request in requests):
                 return
-            next(request for request in requests if not request.done).wait(0.1)
+            open_ones[0].wait(0.1)
 
 
 def _percentile(values: Collection[float], share: float) -> float | None:

@@ -8,10 +8,12 @@ nothing of pages.
 from __future__ import annotations
 
 import json
+import os
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -32,16 +34,20 @@ _JSON_DEFAULTS: Any = {"whitespace_pattern": " ?"}
 class Guide:
     """Which tokens may come next in one sample; made by `make_guide`."""
 
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher = matcher
+        self.vocab_size = vocab_size
+        self._ahead: tuple[Future[None], Tensor] | None = None  # the mask that is being computed
 
     def fork(self) -> Guide:
         """A second guide in the same state; the two go on apart."""
-        return Guide(self._matcher.deep_copy())
+        self._wait()
+        return Guide(self._matcher.deep_copy(), self.vocab_size)
 
     @property
     def finished(self) -> bool:
         """Whether the text is whole and nothing may follow it."""
+        self._wait()
         return bool(self._matcher.is_stopped())
 
     def advance(self, token_id: int) -> None:
@@ -50,6 +56,8 @@ class Guide:
         Raises:
             RadixKVError: it may not, or the grammar has become too costly to follow.
         """
+        self._wait()
+        self._ahead = None
         if not self._matcher.consume_token(token_id):
             raise self._error(f"token {token_id}")
 
@@ -61,15 +69,46 @@ class Guide:
         Raises:
             RadixKVError: the grammar has become too costly to follow.
         """
-        self._matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
+        self._wait()
+        if self._ahead is not None and self._ahead[0].exception() is None:
+            mask.copy_(self._ahead[1])
+        else:
+            self._compute(mask)
         if self._matcher.is_error():
             raise self._error("the next token")
+
+    def _compute(self, mask: Tensor) -> None:
+        self._matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
+
+    def _wait(self) -> None:
+        # The matcher serves one thread at a time.
+        if self._ahead is not None:
+            wait([self._ahead[0]])
 
     def _error(self, what: str) -> RadixKVError:
         said = _first_line(self._matcher.get_error())
         return RadixKVError(
             f"constrained output: {what} cannot follow ({said}); make the schema or grammar simpler"
         )
+
+
+def compute_ahead(guides: Sequence[Guide]) -> None:
+    """Begin to compute which tokens may come next, on another thread, for `Guide.fill` to find.
+
+    Called before the model runs, it has the masks ready when the logits come.
+    """
+    waiting = [guide for guide in guides if guide._ahead is None]
+    if not waiting:
+        return
+    masks = torch.zeros(len(waiting), -(-waiting[0].vocab_size // _MASK_BITS), dtype=torch.int32)
+
+    def compute() -> None:
+        for guide, mask in zip(waiting, masks, strict=True):
+            guide._compute(mask)
+
+    future = _worker().submit(compute)
+    for guide, mask in zip(waiting, masks, strict=True):
+        guide._ahead = future, mask
 
 
 def allowed_tokens(guides: Sequence[Guide], vocab_size: int, device: torch.device) -> Tensor:
@@ -152,7 +191,7 @@ class _Vocabulary:
 
         matcher = LLMatcher(self._tokens, grammar, log_level=0)
         said = " ".join(matcher.get_error().split())
-        made = Guide(matcher)
+        made = Guide(matcher, self._vocab_size)
         if not said:
             try:  # whether anything may come first shows in the first mask alone
                 allowed_tokens([made], self._vocab_size, torch.device("cpu"))
@@ -167,6 +206,21 @@ class _Vocabulary:
             while len(self._compiled) > _KEPT_GRAMMARS:
                 self._compiled.popitem(last=False)
             return made.fork()
+
+
+_workers: list[ThreadPoolExecutor] = []  # at most one, made when it is first needed
+_workers_lock = threading.Lock()
+
+
+def _worker() -> ThreadPoolExecutor:
+    with _workers_lock:
+        if not _workers:
+            _workers.append(ThreadPoolExecutor(1, "radixkv-guides"))
+        return _workers[0]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_workers.clear)  # its thread is the parent's
 
 
 _Key = tuple[int, tuple[int, ...]]

@@ -152,6 +152,7 @@ class Request:
         error: why it failed; None otherwise.
         num_tokens: generated so far, over all samples.
         token_gaps: seconds between the tokens of one sample, over all samples.
+        guides: those of its samples that go on; empty where nothing is constrained.
     """
 
     def __init__(
@@ -172,6 +173,7 @@ class Request:
         self.metrics = Metrics()
         self.num_tokens = 0
         self.token_gaps: list[float] = []
+        self.guides: list[Guide] = []
         self._queued = True
         self._record = record
         self._lease = lease
@@ -402,6 +404,7 @@ class SampleRequest(Request):
         ]
         self._index: dict[Sequence, int] = {}  # which sample a sequence is
         self._num_open = params.n
+        self.guides = [s.row.guide for s in self._samples if s.row.guide is not None]
         # Where nobody reads along and no text can end a sample, all of it is decoded at the end.
         self._needs_text = tokenizer is not None and (record or bool(params.stop))
         self._on_lease = on_lease
@@ -492,7 +495,12 @@ class SampleRequest(Request):
         else:
             state.finish_reason = reason
             text += self._show(state) + state.stream.finish()
+            if state.stream.stopped is not None:  # by the last characters, which were held back
+                reason = state.finish_reason = "stop"
+                state.stop_reason = state.stream.stopped
             self._num_open -= 1
+            if guide is not None:
+                self.guides.remove(guide)
             self._close(seq, row.index)
         if self._record:
             self._deltas.append(Delta(row.index, text, [token_id], reason))

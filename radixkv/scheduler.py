@@ -27,7 +27,21 @@ from radixkv.errors import CapacityError
 
 _age = attrgetter("arrival")
 _new: Any = tuple.__new__  # of a named tuple: half the time of its own, and there are two a token
-_AGING_STEPS = 32  # a sequence passed over this often goes before any better hit
+_AGING_STEPS = 32  # a sequence passed over this often goes before any that policy prefers
+
+
+def longest_prefix_first(owner: Any, num_cached: int) -> float:
+    """The policy of admission unless another is given: the best hit goes first.
+
+    A policy sees what waits and has not run yet: its owner (in an engine, the `Request`) and how
+    many of its tokens are cached. The smallest number goes first, of equal ones the oldest. What
+    has run before, or was passed over often, goes before all these, so that no policy can
+    starve a request.
+    """
+    return -num_cached
+
+
+Policy = Callable[[Any, int], float]
 
 
 @dataclass(eq=False, slots=True)
@@ -125,12 +139,14 @@ class Scheduler:
         forward: runs a batch; returns the wanted logits, [num_logits, vocab_size] float32.
         max_batch_tokens: most tokens a step.
         max_seqs: sequences that run at once; none is admitted beyond.
+        policy: who of those that wait goes first; see `longest_prefix_first`.
     """
 
     cache: PrefixCache
     forward: Callable[[list[Run]], Tensor]
     max_batch_tokens: int
     max_seqs: int = 256
+    policy: Policy = longest_prefix_first
     waiting: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)  # oldest first
     preemptions: int = 0
@@ -282,7 +298,7 @@ class Scheduler:
         return outputs
 
     def _admission_order(self, outputs: list[Output]) -> list[Sequence]:
-        """Those that ran before or have waited long, oldest first; then the best hits.
+        """Those that ran before or have waited long, oldest first; then as `policy` says.
 
         What gave its pages up comes back in order of age, so that the oldest request always
         gets all that it needs: it fits alone, hence it ends, hence so do all.
@@ -293,14 +309,15 @@ class Scheduler:
             ran = seq.num_cached is not None
             (first if ran or seq.passed_over >= _AGING_STEPS else rest).append(seq)
         if len(rest) > 1:
-            hits: dict[int, int] = {}
+            places: dict[int, float] = {}
             for seq in list(rest):
                 try:
-                    hits[id(seq)] = self.cache.match(seq.token_ids, namespace=seq.namespace)
+                    num_cached = self.cache.match(seq.token_ids, namespace=seq.namespace)
+                    places[id(seq)] = float(self.policy(seq.owner, num_cached))
                 except Exception as error:
                     outputs.append(Output(seq, 0, 0, error=error))
                     rest.remove(seq)
-            rest.sort(key=lambda s: (-hits[id(s)], s.arrival))
+            rest.sort(key=lambda s: (places[id(s)], s.arrival))
         return sorted(first, key=lambda s: s.arrival) + rest
 
     def _shares_with_running(self, seq: Sequence) -> bool:
@@ -311,7 +328,7 @@ class Scheduler:
         ids = None
         cached = -1
         for other in self.running:
-            if other.num_pending < 2 or other.namespace != seq.namespace:
+            if other.num_pending < 2 or other.paused or other.namespace != seq.namespace:
                 continue
             if other.token_ids[:page_size] != seq.token_ids[:page_size]:
                 continue

@@ -478,3 +478,28 @@ def test_slots_and_tokens_agree_for_every_range() -> None:
             assert lease.slots(start, stop).tolist() == every[start:stop]
         with pytest.raises(ValueError, match="0 <= start <= stop <= 10"):
             lease.slots(3, 11)
+
+
+def test_no_thread_can_look_while_a_lease_is_half_released() -> None:
+    """Its pages and itself are given up under one lock: between them `check` would not add up."""
+    cache = make()
+    lease = cache.acquire([1, 2, 3])
+    was_free = []
+
+    def look() -> None:
+        was_free.append(cache._guard.lock.acquire(blocking=False))
+        if was_free[-1]:
+            cache._guard.lock.release()
+
+    class Watched(dict[int, Any]):
+        def pop(self, *args: Any) -> Any:
+            thread = threading.Thread(target=look)
+            thread.start()
+            thread.join()
+            return super().pop(*args)
+
+    cache._leases = Watched(cache._leases)
+    lease.release()
+    assert was_free == [False]
+    cache.check()
+    assert cache.stats().pages_free == 8

@@ -21,9 +21,11 @@ from radixkv import (
     Engine,
     EngineClosedError,
     KVConfig,
+    KVSpec,
     SamplingParams,
     UnsupportedModelError,
 )
+from radixkv.quant import KVCodec
 
 ARCHITECTURES = (
     "llama",
@@ -139,6 +141,23 @@ def test_samples_share_the_prompts_pages(tiny_model: Any) -> None:
         assert most <= 101 // 4 + 8 * tail
         result = request.result()
         assert len({tuple(s.token_ids) for s in result.samples}) == 8
+        check_idle(engine)
+
+
+def test_sixteen_samples_hold_at_most_35_megabytes_of_the_real_models_size(
+    tiny_model: Any,
+) -> None:
+    """16 samples of 64 tokens of a 1,024-token prompt; 16 copies would be 207 MB in int8."""
+    real = KVSpec(num_layers=30, num_kv_heads=3, head_dim=64)
+    bytes_per_page = KVCodec(real, KVConfig()).bytes_per_page
+    model = tiny_model("llama", max_position_embeddings=2048)
+    with Engine(model, kv=KVConfig(capacity="8MiB")) as engine:
+        request = engine.submit(random_ids(1024), n=16, max_new_tokens=64, ignore_eos=True)
+        most = 0
+        while not request.done:
+            engine.step()
+            most = max(most, engine.cache.pool.num_pages - engine.cache.num_free_pages)
+        assert most * bytes_per_page <= 35e6
         check_idle(engine)
 
 
@@ -309,6 +328,12 @@ def test_score_is_the_models_own_likelihood(tiny_model: Any) -> None:
                 check_idle(engine)
             best = engine.generate(prompt, temperature=0, max_new_tokens=4, ignore_eos=True)
             assert engine.score(prompt, [best.samples[0].token_ids])[0].is_greedy
+            steps, ran = engine.stats().steps, engine.stats().prefill_tokens
+            engine.cache.clear()
+            engine.score(prompt, tails)
+            if max_batch_tokens == 1024:
+                assert engine.stats().steps == steps + 2  # the prompt, then all that follows it
+            assert engine.stats().prefill_tokens == ran + len(prompt)
 
 
 def test_small_pool_serves_many_requests_by_preemption(tiny_model: Any) -> None:

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,9 @@ def test_a_thousand_branches_share_every_page_until_they_write(tiny_model: Any, 
         with engine.open(prompt) as trunk:
             trunk.fork()[0].close()  # computes what is not cached
             before = engine.cache.stats()
+            start = time.thread_time()
             branches = trunk.fork(1000)
+            print(f"a fork took {1e3 * (time.thread_time() - start):.1f} us")
             after = engine.cache.stats()
             assert after.pages_free == before.pages_free
             assert after.cow_copies == before.cow_copies
@@ -170,3 +173,55 @@ def test_a_thousand_branches_share_every_page_until_they_write(tiny_model: Any, 
         check_idle(engine)
         engine.cache.clear()
         assert engine.cache.stats().pages_free == engine.cache.stats().pages_total
+
+
+FORKED = """
+import os, sys, threading
+import torch
+from radixkv import Engine, KVConfig, RadixKVError
+
+kv = KVConfig(dtype="int8", page_size=4, capacity="4MiB")
+engine = Engine.from_pretrained(sys.argv[1], kv=kv)
+prompts = [[5, 6, i] for i in range(3, 9)]
+fields = dict(max_new_tokens=200, ignore_eos=True, temperature=0)
+busy = threading.Thread(target=lambda: engine.generate(prompts, **fields))
+busy.start()
+branch, stream = engine.open([5, 6, 7, 8]), engine.stream([5, 6], **fields)
+first = next(stream)
+with engine._wake, engine.cache._guard.lock:  # as another thread may hold them at that moment
+    child = os.fork()
+if not child:
+    def read_all():
+        return [delta for delta in stream]
+    for call in (lambda: engine.generate([5]), lambda: engine.stream([5]), read_all,
+                 engine.step, engine.stats, branch.fork, lambda: engine.score([5], [[6]])):
+        try:
+            call()
+        except RadixKVError as error:
+            assert "does not survive fork()" in str(error), error
+        else:
+            os._exit(1)
+    stream.close()
+    branch.close()
+    engine.close()
+    torch.set_num_threads(1)  # OpenMP's threads stayed behind, too
+    with Engine(engine.model, kv=kv, backend="torch") as own:  # as the message says
+        assert own.generate([5, 6], **fields).samples[0].token_ids[:1] == first.token_ids
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+rest = [token_id for delta in stream for token_id in delta.token_ids]
+busy.join()
+branch.close()
+assert len(rest) == 199
+stats = engine.cache.stats()
+assert stats.pages_free + stats.pages_cached == stats.pages_total
+"""
+
+
+def test_a_fork_of_a_busy_process_is_refused_in_the_child_and_harms_nobody(
+    tiny_model: Any, tmp_path: Path
+) -> None:
+    tiny_model("llama", seed=4).save_pretrained(tmp_path)
+    command = [sys.executable, "-W", "ignore", "-c", FORKED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr

@@ -329,7 +329,7 @@ def test_reset_cache_drops_what_cannot_be_noticed(tiny_model: Callable[..., Any]
             engine.reset_cache()
             return logits
 
-        with pytest.raises(RadixKVError, match="inside one of the engine's own steps"):
+        with pytest.raises(RadixKVError, match="inside one of its own steps"):
             engine.generate(PROMPT, logits_processors=[reset])
     with pytest.raises(RadixKVError, match="open engine"):
         engine.reset_cache()

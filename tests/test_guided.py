@@ -7,6 +7,7 @@ import json
 import random
 import re
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from radixkv import BeamParams, KVConfig, RadixKVError, SamplingParams
 from radixkv.engine import Engine
-from radixkv.guided import allowed_tokens, make_guide
+from radixkv.guided import Guide, allowed_tokens, compute_ahead, make_guide
 from radixkv.sampling import SamplerRow, sample
 
 PROMPT = list(range(10, 58))
@@ -312,6 +313,50 @@ def test_preemption_does_not_disturb_it(tiny_model, byte_tokenizer, engine):
         assert small.stats().preemptions > 0
 
 
+def test_masks_are_ready_before_the_logits_are(engine, monkeypatch):
+    """The model waits here until the mask of its step is computed: by another thread."""
+    params = SamplingParams(regex="[a-f]{6}", seed=4)
+    expected = tokens_of(engine.generate(PROMPT, params))
+    computed, threads = threading.Event(), []
+    compute, forward = Guide._compute, engine._runner.forward
+
+    def note(guide, mask):
+        compute(guide, mask)
+        threads.append(threading.current_thread().name)
+        computed.set()
+
+    def run(batch, cache):
+        assert computed.wait(60)
+        computed.clear()
+        return forward(batch, cache)
+
+    monkeypatch.setattr(Guide, "_compute", note)
+    monkeypatch.setattr(engine._runner, "forward", run)
+    assert tokens_of(engine.generate(PROMPT, params)) == expected
+    assert len(threads) == len(expected[0])
+    assert all(name.startswith("radixkv-guides") for name in threads)
+
+
+def test_what_fails_ahead_fails_the_request_that_it_is_of(engine, monkeypatch):
+    compute = Guide._compute
+
+    def fail(guide, mask):
+        if guide._matcher.is_accepting():
+            raise RuntimeError("out of memory")
+        compute(guide, mask)
+
+    params = [SamplingParams(regex=regex, seed=4, ignore_eos=False) for regex in ("ab?", "[cd]{3}")]
+    expected = tokens_of(engine.generate(PROMPT, params[1]))
+    monkeypatch.setattr(Guide, "_compute", fail)
+    requests = [engine.submit(PROMPT, one) for one in params]
+    while not all(request.done for request in requests):
+        engine.step()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        requests[0].result()
+    monkeypatch.undo()
+    assert tokens_of(requests[1].result()) == expected
+
+
 def test_streams_and_branches_follow_it(engine):
     deltas = list(engine.stream(PROMPT, json_schema=SCHEMA, seed=9))
     assert allows(SCHEMA, json.loads("".join(delta.text for delta in deltas)))
@@ -351,6 +396,7 @@ def test_forks_go_on_apart(byte_tokenizer, head, tail):
 
     guide = fresh()
     taken = push(guide, head)
+    compute_ahead([guide])
     other = guide.fork()
     before = state(guide)
     more = push(other, tail)

@@ -215,6 +215,8 @@ def test_agenerate_shows_its_progress(engine: Engine) -> None:
         task = engine.agenerate(prompts, temperature=0, max_new_tokens=3, progress=True)
         results = asyncio.run(task)
     assert "2/2" in shown.getvalue()
+    for what in ("tokens/s", "of prompts cached", "of pages in use"):
+        assert what in " ".join(shown.getvalue().split())
     assert [r.text for r in results] == [r.text for r in expected]
 
 

@@ -7,6 +7,7 @@ the pages. A wrong, stale or freed page changes what it says, or fails its own c
 from __future__ import annotations
 
 import random
+import time
 import types
 from typing import Any
 
@@ -16,10 +17,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixkv import BeamParams, CapacityError, Engine, KVConfig, KVSpec, SamplingParams
+from radixkv import (
+    BeamParams,
+    CapacityError,
+    Engine,
+    KVConfig,
+    KVSpec,
+    RadixKVError,
+    SamplingParams,
+)
 from radixkv.bench_engine import bench_steps
+from radixkv.cache import _Guard
 from radixkv.model import ModelRunner
 from radixkv.reference import read_rows
+from radixkv.scheduler import longest_prefix_first
 
 VOCAB_SIZE = 7
 EOS = 6
@@ -190,8 +201,11 @@ def test_scores_in_a_small_pool(
         check_idle(engine)
 
 
-def test_nobody_starves_behind_better_hits() -> None:
-    with fake_engine(12, 4, max_batch_tokens=64) as engine:
+@pytest.mark.parametrize(
+    "policy", [longest_prefix_first, lambda request, _: len(request.prompt_token_ids) == 9]
+)
+def test_nobody_starves_behind_those_that_a_policy_prefers(policy: Any) -> None:
+    with fake_engine(12, 4, max_batch_tokens=64, policy=policy) as engine:
         engine._scheduler.max_seqs = 1
         engine.generate([0, 1] * 8, max_new_tokens=1, ignore_eos=True)
         lonely = engine.submit([2] * 9, max_new_tokens=2, ignore_eos=True)
@@ -202,6 +216,120 @@ def test_nobody_starves_behind_better_hits() -> None:
             assert len(favoured) < 100
         while not all(request.done for request in favoured):
             engine.step()
+        check_idle(engine)
+
+
+def test_a_policy_says_who_goes_first_and_fails_by_itself() -> None:
+    def shortest_first(request: Any, num_cached: int) -> int:
+        if 5 in request.prompt_token_ids:
+            raise KeyError("no such tenant")
+        return len(request.prompt_token_ids)
+
+    with fake_engine(64, 4, policy=shortest_first) as engine:
+        engine._scheduler.max_seqs = 1
+        lengths = (9, 3, 6, 1, 3)
+        live = [engine.submit([i] * size, max_new_tokens=2) for i, size in enumerate(lengths)]
+        broken = engine.submit([5, 5], max_new_tokens=2)
+        ended: list[Any] = []
+        while len(ended) < 6:
+            ended += [request for request in engine.step() if request.done]
+        assert ended == [broken, live[3], live[1], live[4], live[2], live[0]]
+        with pytest.raises(KeyError, match="no such tenant"):
+            broken.result()
+        check_idle(engine)
+    with pytest.raises(TypeError, match=r"policy: expected a function"):
+        fake_engine(64, 4, policy="fcfs")
+
+
+def test_decode_goes_first_and_prompts_fill_what_is_left_of_the_budget() -> None:
+    with fake_engine(256, 4, max_batch_tokens=8) as engine:
+        decoding = [engine.submit([i], max_new_tokens=40, ignore_eos=True) for i in range(3)]
+        engine.step()
+        prompt = engine.submit([0, 1] * 30, max_new_tokens=1, ignore_eos=True)
+        steps = 0
+        while not prompt.done:
+            before = [request.num_tokens for request in decoding]
+            engine.step()
+            steps += 1
+            assert [request.num_tokens for request in decoding] == [n + 1 for n in before]
+        assert steps == 12  # chunks of 5: what three decoding sequences leave of 8
+        assert engine.stats().batch_tokens_max == 8
+
+
+def test_a_paused_request_does_not_hold_up_those_that_share_its_prefix() -> None:
+    prompt = [0, 1] * 10
+    with fake_engine(64, 4, max_batch_tokens=4) as engine:
+        first = engine.submit(prompt, max_new_tokens=2, ignore_eos=True)
+        engine.step()
+        (seq,) = engine._scheduler.running
+        assert seq.num_pending > 1
+        seq.paused = True  # as when its reader lags behind
+        second = engine.submit([*prompt, 2], max_new_tokens=2, ignore_eos=True)
+        for _ in range(20):
+            engine.step()
+        assert second.done and not first.done
+        seq.paused = False
+        while not first.done:
+            engine.step()
+        check_idle(engine)
+
+
+def test_what_other_threads_may_see_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever the cache's lock is given up another thread may take it: then `check` holds."""
+    leave, looking = _Guard.leave, False
+    load = [([0, 1, 2, 0, 1], SamplingParams(n=2, seed=i, max_new_tokens=9)) for i in range(3)]
+    load.append(([0, 1, 2, 2], BeamParams(width=3, max_new_tokens=4)))  # type: ignore[arg-type]
+    with fake_engine(14, 2) as engine:
+
+        def leave_and_look(guard: _Guard) -> None:
+            nonlocal looking
+            leave(guard)
+            if not looking:
+                looking = True
+                try:
+                    engine.cache.check()
+                    stats = engine.cache.stats()
+                    kinds = stats.pages_cached + stats.pages_pinned + stats.pages_private
+                    assert stats.pages_free + kinds == stats.pages_total
+                finally:
+                    looking = False
+
+        monkeypatch.setattr(_Guard, "leave", leave_and_look)
+        engine.generate(*zip(*load, strict=True))
+        assert engine.stats().preemptions > 0
+        check_idle(engine)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_reordering_beams_moves_references_and_no_whole_page(
+    page_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with fake_engine(256 // page_size, page_size) as engine:
+        forks = []
+        fork = engine._scheduler.fork
+        monkeypatch.setattr(engine._scheduler, "fork", lambda seq: forks.append(1) or fork(seq))
+        params = BeamParams(width=4, max_new_tokens=16, ignore_eos=True)
+        assert len(engine.generate([0, 1, 2, 0, 1, 2], params).samples) == 4
+        assert len(forks) > 8
+        # What a fork may cost is a copy of the last page, and none where that is full.
+        assert engine.cache.stats().cow_copies <= (0 if page_size == 1 else len(forks))
+        check_idle(engine)
+
+
+def test_a_step_inside_a_step_is_refused() -> None:
+    with fake_engine(64, 4) as engine:
+        beside = engine.stream([1, 2], max_new_tokens=30, ignore_eos=True)
+        for call in (engine.step, lambda: next(engine.stream([3], max_new_tokens=1))):
+
+            def call_it(input_ids: Any, scores: Any, call: Any = call) -> Any:
+                call()
+                return scores
+
+            with pytest.raises(RadixKVError, match="inside one of its own steps"):
+                engine.generate([4, 5], max_new_tokens=2, logits_processors=[call_it])
+        assert sum(len(delta.token_ids) for delta in beside) == 30
+        while engine.stats().requests_live:
+            time.sleep(0.01)
         check_idle(engine)
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from radixkv import Engine, KVConfig
 from radixkv.text import TextStream, encode_prompt, is_prompt, tokenizer_lock
 
 
@@ -50,6 +51,7 @@ def byte_level():
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
 
 
+INF = float("inf")
 WORDS = ["a", "b", "ab", "the", "of", ".", ",", "'s", "n't", "?", "\u00e9", "\U0001f600", "\ufffd"]
 
 
@@ -270,6 +272,27 @@ def test_a_stop_string_ends_the_text_where_it_would_character_by_character(text,
     out, stream = run(BYTES, ids_of_bytes(raw, [1] * len(raw)), cuts, stop=stop)
     assert (stream.text, stream.stopped) == (expected, stopped)
     assert "".join(out) == expected
+
+
+def test_a_stop_string_that_only_the_end_shows_is_the_reason(tiny_model):
+    """A byte piece waits for what follows it; where nothing does, it is looked at all the same."""
+    tokenizer = TOKENIZERS["byte_fallback"]
+    model = tiny_model("llama", vocab_size=len(tokenizer))
+    newline, end = tokenizer.convert_tokens_to_ids(["<0x0A>", "</s>"])
+    with Engine(model, tokenizer, kv=KVConfig(capacity="1MiB"), backend="torch") as engine:
+        engine.eos_token_ids = frozenset([end])
+        for script in ([newline], [newline, newline], [newline, end], [5, newline]):
+
+            def follow(input_ids, scores, script=script):
+                at = input_ids.shape[1] - 1
+                return torch.full_like(scores, -INF).index_fill(1, torch.tensor(script[at]), 0.0)
+
+            fields = dict(max_new_tokens=len(script), stop="\n", logits_processors=[follow])
+            (one,) = engine.generate([7], **fields).samples
+            assert (one.finish_reason, one.stop_reason) == ("stop", "\n")
+            assert "\n" not in one.text
+            *_, last = engine.stream([7], **fields)
+            assert last.finish_reason == "stop"
 
 
 def test_special_tokens_are_left_out_or_kept():
