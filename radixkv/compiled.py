@@ -267,7 +267,10 @@ def _wide_loads(job: CompileJob) -> int:
     thread_bytes: int = 16 * tile.num_warps * TARGETS[job.target].warp_size
     count = 2 * (tile.block_n * row_bytes // thread_bytes)
     if job.kv_dtype == "int4":  # whose queries are float32 rows read in halves
-        count += 2 * (tile.block_m * job.head_dim * 2 // thread_bytes)
+        queries = 2 * (tile.block_m * job.head_dim * 2 // thread_bytes)
+        # Of rows of 256, ptxas makes one load of two (PTX has all of them).
+        merged = job.target.startswith("cuda") and job.head_dim == 256
+        count += queries // 2 if merged else queries
     return count
 
 

@@ -45,7 +45,9 @@ def shipped_tile(kernel: str, kv_dtype: str, head_dim: int) -> Tile:
     wide = (64,) if kernel == "shared" and kv_dtype != "int4" else (64, 128)
     block_n = 64 if head_dim in wide else 32
     if kernel == "decode":
-        return Tile(16, block_n, 4, 3 if head_dim <= 128 else 2)
+        # Rows of 32 bytes: with four warps a thread of gfx942 would read 8 of them at a time.
+        num_warps = 2 if kv_dtype == "int4" and head_dim == 64 else 4
+        return Tile(16, block_n, num_warps, 3 if head_dim <= 128 else 2)
     return Tile(32, block_n, 8 if kernel != "shared" and head_dim > 128 else 4, 2)
 
 
