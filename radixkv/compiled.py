@@ -102,7 +102,8 @@ def _codes_type(kv_format: KVFormat, *, written: bool) -> str:
 
 def job_tile(job: CompileJob) -> Tile:
     """The tile of a job: its own or the shipped one."""
-    return job.tile or shipped_tile(job.kernel, job.kv_dtype, job.head_dim)
+    warp_size = TARGETS[job.target].warp_size
+    return job.tile or shipped_tile(job.kernel, job.kv_dtype, job.head_dim, warp_size)
 
 
 def _make_codec(job: CompileJob) -> KVCodec:
@@ -307,6 +308,7 @@ def jobs(
                         continue  # rows are rotated alike for every format
                     tiles: Sequence[Tile | None] = (None,)
                     if tuned and kernel in TILED:
-                        tiles = candidates(kernel, kv_dtype, head_dim)
+                        warp_size = TARGETS[target].warp_size
+                        tiles = candidates(kernel, kv_dtype, head_dim, warp_size)
                     for tile in tiles:
                         yield CompileJob(kernel, target, kv_dtype, head_dim, tile=tile)

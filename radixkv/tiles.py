@@ -20,6 +20,8 @@ import torch
 from radixkv.quant import KVCodec
 
 TILED_KERNELS = ("decode", "shared", "extend")
+WARP_SIZE = 64 if torch.version.hip else 32
+"""Of the GPUs that this build of torch is for."""
 _forced: dict[str, Tile] = {}
 
 
@@ -39,21 +41,29 @@ class Tile:
     num_stages: int
 
 
-def shipped_tile(kernel: str, kv_dtype: str, head_dim: int) -> Tile:
-    """What is used where nothing was tuned: chosen to compile without spills on every target."""
+def shipped_tile(kernel: str, kv_dtype: str, head_dim: int, warp_size: int = WARP_SIZE) -> Tile:
+    """What is used where nothing was tuned: chosen to compile without spills on every target.
+
+    Args:
+        warp_size: threads that run as one: 32, or 64 on AMD.
+    """
     # Padded columns and wide rows take more registers: half the tokens at a time.
     wide = (64,) if kernel == "shared" and kv_dtype != "int4" else (64, 128)
     block_n = 64 if head_dim in wide else 32
     if kernel == "decode":
-        # Rows of 32 bytes: with four warps a thread of gfx942 would read 8 of them at a time.
-        num_warps = 2 if kv_dtype == "int4" and head_dim == 64 else 4
+        # Rows of 32 bytes: more threads than 128 would read fewer than 16 bytes each.
+        num_warps = 128 // warp_size if kv_dtype == "int4" and head_dim == 64 else 4
         return Tile(16, block_n, num_warps, 3 if head_dim <= 128 else 2)
-    return Tile(32, block_n, 8 if kernel != "shared" and head_dim > 128 else 4, 2)
+    # More threads than 256 would have too few registers each.
+    num_warps = 256 // warp_size if kernel != "shared" and head_dim > 128 else 4
+    return Tile(32, block_n, num_warps, 2)
 
 
-def candidates(kernel: str, kv_dtype: str, head_dim: int) -> tuple[Tile, ...]:
+def candidates(
+    kernel: str, kv_dtype: str, head_dim: int, warp_size: int = WARP_SIZE
+) -> tuple[Tile, ...]:
     """Every tile that the tuner may choose, the shipped one first: few, so that tuning ends."""
-    shipped = shipped_tile(kernel, kv_dtype, head_dim)
+    shipped = shipped_tile(kernel, kv_dtype, head_dim, warp_size)
     block_m = shipped.block_m
     others = (
         Tile(block_m, 32, 4, 3),
