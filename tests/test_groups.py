@@ -648,3 +648,10 @@ def test_a_run_is_shared_only_if_what_lies_before_it_is() -> None:
     for seqs, start, stop in kept:
         assert (ends[seqs] == start).all()
         ends[seqs] = stop
+
+
+def test_pages_that_fill_are_shared_though_no_sequence_got_one() -> None:
+    tables, rows = PageTables(), [np.array([1, 2, 3], np.int32), np.array([1, 2, 4], np.int32)]
+    for count in (0, 1, 2, 1):
+        table, runs = tables.lay_out(rows, np.array([count, count]))
+        assert as_sets(runs) == as_sets(find_runs(table, [count, count]))

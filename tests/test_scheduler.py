@@ -26,6 +26,7 @@ from radixkv import (
     RadixKVError,
     SamplingParams,
 )
+from radixkv.batch import Run, build_batch
 from radixkv.bench_engine import bench_steps
 from radixkv.cache import _Guard
 from radixkv.model import ModelRunner
@@ -390,3 +391,41 @@ def test_a_model_that_cannot_be_looked_at_fails_its_requests_and_no_others(
                     engine.generate([1, 2, 3], max_new_tokens=3)
         assert engine.generate([1, 2, 3], max_new_tokens=3).samples
         check_idle(engine)
+
+
+def test_tokens_that_have_their_kv_are_run_without_being_written() -> None:
+    with fake_engine(16, 4) as engine, engine.cache.acquire([1, 2, 3, 4, 5]) as lease:
+        batch = build_batch([Run(lease, [4, 5], 3, 5, 4, 4)], torch.device("cpu"))
+        assert batch.attention.slot_mapping.tolist() == [0, *lease.slots(4, 5).tolist()]
+        batch = build_batch([Run(lease, [5], 4, 5, 5, 4)], torch.device("cpu"))  # as in decode
+        assert batch.attention.slot_mapping.tolist() == [0]
+
+
+def test_under_pressure_the_oldest_run_first_and_what_is_run_again_is_counted() -> None:
+    prefill = decode = 0
+    with fake_engine(14, 4, max_batch_tokens=6) as engine:
+        live = [
+            engine.submit([i % 3, 1, 2, i % 5, 3], max_new_tokens=16, seed=i, ignore_eos=True, n=2)
+            for i in range(5)
+        ]
+        whole = engine._scheduler.step
+
+        def counted() -> list[Any]:
+            nonlocal prefill, decode
+            outputs = whole()
+            for output in outputs:
+                num_prompt = len(output.sequence.owner.prompt_token_ids)
+                below = max(0, min(output.stop, num_prompt) - output.start)
+                prefill += below
+                decode += output.stop - output.start - below
+            return outputs
+
+        engine._scheduler.step = counted  # type: ignore[method-assign]
+        while not all(request.done for request in live):
+            engine.step()
+            ages = [seq.arrival for seq in engine._scheduler.running]
+            assert ages == sorted(ages)
+        metrics = [request.result().metrics for request in live]
+        assert engine._scheduler.preemptions
+        assert prefill == sum(one.prefill_tokens for one in metrics)
+        assert decode == sum(one.decode_tokens for one in metrics)
