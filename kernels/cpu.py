@@ -56,8 +56,9 @@ INT4_SEARCH = (1.0, 0.93, 0.86, 0.8)  # as radixkv.quant
 MAX_HEAD_DIM = 1024
 MAX_DECODE_GROUP = 8  # more query heads a KV head than this pay as matrix products
 SPLIT = 512  # tokens a decode task reads
-CHUNK = 128  # tokens whose V rows stay in the first-level cache
-PREFETCH_TOKENS = 32  # how far ahead of the arithmetic pages are asked for
+CHUNK_BYTES = 8192  # of rows that passes over the columns find in the first-level cache
+MAX_CHUNK = 128  # tokens
+PREFETCH_TOKENS = 32  # how far ahead of the arithmetic shared pages are asked for
 ROW_QUERIES = 16  # query tokens that take turns over a split while it is in cache
 TILE = 64  # tokens dequantized at a time in extend
 TILE_ROWS = 128  # query rows (tokens x heads) an extend task holds at most
@@ -65,12 +66,15 @@ TILE_ROWS = 128  # query rows (tokens x heads) an extend task holds at most
 _CPU = llvmlite.binding.get_host_cpu_features()
 _WIDE = bool(_CPU.get("avx512f"))
 LANES = 16 if _WIDE else 8 if _CPU.get("avx") else 4
+_SUMS = 4 if LANES == 8 else LANES  # sums over lanes that are found at once
 _ACCUMULATORS = 16 if _WIDE or LANES == 4 else 8
 _PAIRS = bool(_CPU.get("avx512bw") if _WIDE else _CPU.get("avx2"))
 """Whether there is an instruction that multiplies pairs of int16 and adds them up in int32."""
 _MAX_PAIR_DIM = 512  # 127 * 32767 * 512 just fits into int32; SPLIT rests on it as well
 _DECODE_LINE = 4 * (SPLIT + 4 * LANES)  # a row of scores: a block may end beyond the split
 _TILE_M = 8 if _WIDE or LANES == 4 else 4  # rows of one register tile of a matrix product
+
+_EXP_TERMS = (0.49999994, 0.16666521, 0.041668389, 0.0083687166, 0.0013814599)
 
 _I1, _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
 _F16, _F32 = ir.HalfType(), ir.FloatType()
@@ -393,6 +397,23 @@ def _fold_each(b: Any, vectors: list[Any], combine: Callable[[Any, Any, Any], An
     return _shuffle(b, total, total, [min(n * stride, LANES - 1) for n in range(LANES)])
 
 
+def _add_lanes(b: Any, vectors: list[Any]) -> Any:
+    """One int32 vector of _SUMS lanes, lane n the sum of all lanes of ``vectors[n]``."""
+    if LANES != 8:
+        return _fold_each(b, vectors, _add_integers)
+    # Not across the halves of a register, which takes some processors of 256 bits eight steps.
+    halves = []
+    for vector in vectors:
+        low, high = (_shuffle(b, vector, vector, range(n, n + 4)) for n in (0, 4))
+        halves.append(b.add(low, high))
+    halves += [halves[-1]] * (_SUMS - len(halves))
+    pairs = [
+        b.add(_shuffle(b, x, y, (0, 4, 1, 5)), _shuffle(b, x, y, (2, 6, 3, 7)))
+        for x, y in (halves[:2], halves[2:])
+    ]
+    return b.add(_shuffle(b, *pairs, (0, 1, 4, 5)), _shuffle(b, *pairs, (2, 3, 6, 7)))
+
+
 def _fold(b: Any, vector: Any, combine: Callable[[Any, Any, Any], Any]) -> Any:
     """Combine all lanes into a scalar."""
     width = LANES
@@ -421,17 +442,26 @@ def _round_to_integers(b: Any, x: Any) -> Any:
 
 
 def _exp(b: Any, x: Any) -> Any:
-    """Raise e to x <= 0, within 2 units in the last place; exactly 0 below -87; NaN stays NaN."""
+    """Raise e to x <= 0, within 2 units in the last place; exactly 0 below -87; NaN stays NaN.
+
+    e**x = 2**n * e**r with |r| <= log(2) / 2, and e**r = 1 + r + r**2 * q(r): the q of degree 4
+    whose relative error is least (3e-9), its terms in a tree, since a chain of them is slower.
+    """
     clamped = _max(b, _const(-87.0), x)  # in this order a NaN passes
-    n = _call(b, "rint", _VF, b.fmul(clamped, _const(math.log2(math.e))))
+    # Adding 1.5 * 2**23 rounds to an integer, which then stands in the lowest bits.
+    shift = _const(1.5 * 2**23)
+    shifted = _fma(b, clamped, _const(math.log2(math.e)), shift)
+    n = b.fsub(shifted, shift)
     r = _fma(b, n, _const(-0.693359375), clamped)
     r = _fma(b, n, _const(2.12194440e-4), r)
-    poly = _const(1 / 5040)
-    for c in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0):
-        poly = _fma(b, poly, r, _const(c))
-    bits = b.shl(b.fptosi(n, _VI), _const(23, _VI))
-    power = b.bitcast(b.add(b.bitcast(poly, _VI), bits), _VF)
-    return b.select(b.fcmp_ordered("<", x, _const(-87.0)), _const(0.0), power)
+    q0, q1, q2, q3, q4 = (_const(c) for c in _EXP_TERMS)
+    square = b.fmul(r, r)
+    high = _fma(b, q4, square, _fma(b, q3, r, q2))
+    q = _fma(b, high, square, _fma(b, q1, r, q0))
+    root = _fma(b, q, square, b.fadd(r, _const(1.0)))
+    bits = b.shl(b.bitcast(shifted, _VI), _const(23, _VI))
+    power = b.bitcast(b.add(bits, _const(127 << 23, _VI)), _VF)
+    return b.select(b.fcmp_ordered("<", x, _const(-87.0)), _const(0.0), b.fmul(root, power))
 
 
 def _rotate_vectors(b: Any, vectors: list[Any], head_dim: int) -> list[Any]:
@@ -614,46 +644,90 @@ def _keys_per_block(group: int) -> int:
     return max(2, min(8, LANES // 2, _ACCUMULATORS // (1 << (most - 1).bit_length())))
 
 
+def _row_at(b: Any, places: Any, index: Any, ahead: int = 0) -> Any:
+    """The row whose address stands ``ahead`` places after ``index``."""
+    at = b.mul(index, ir.Constant(_I64, 8))
+    return _pointer(b, _load(b, places, b.add(at, ir.Constant(_I64, 8 * ahead)), _I64))
+
+
+def _chunk(k_row_bytes: int, v_row_bytes: int) -> int:
+    """Tokens whose rows stay in the first-level cache together, and how far rows are asked for."""
+    return max(2, min(MAX_CHUNK, CHUNK_BYTES // max(k_row_bytes, v_row_bytes) // 2 * 2))
+
+
+def _ask_share(
+    b: Any, places: Any, rows: list[Any], row_bytes: int, ahead: int, share: tuple[int, int]
+) -> None:
+    """Ask for a share (its number, how many there are) of what lies ``ahead`` of ``rows``."""
+    lines = [(row, line) for line in range(-(-row_bytes // 64)) for row in rows]
+    number, size = share[0], -(-len(lines) // share[1])
+    for row, line in lines[number * size : (number + 1) * size]:
+        _prefetch(b, _row_at(b, places, row, ahead), 64 * line)
+
+
+def _each_block(
+    b: Any,
+    places: Any,
+    num: Any,
+    keys: int,
+    row_bytes: int,
+    ahead: int,
+    emit: Callable[[Any, list[Any]], None],
+) -> None:
+    """Emit a loop over ``num`` rows, ``keys`` at a time: emit(number of the first, pointers).
+
+    Rows ``ahead`` places further on are asked for, as they will be read soon. After the last
+    address come ``keys`` - 1 more that can be read, and then ``ahead`` for this.
+    """
+    places = _pointer(b, places)
+    blocks = b.sdiv(b.add(num, ir.Constant(_I64, keys - 1)), ir.Constant(_I64, keys))
+    with cgutils.for_range(b, blocks) as loop:
+        first = b.mul(loop.index, ir.Constant(_I64, keys))
+        for i in range(keys):
+            row = _row_at(b, places, first, ahead + i)
+            for line in range(-(-row_bytes // 64)):
+                _prefetch(b, row, 64 * line)
+        emit(first, [_row_at(b, places, first, i) for i in range(keys)])
+
+
 @intrinsic(prefer_literal=True)
 def _score_keys(
     typingctx: Any,
     fmt: Any,
     head_dim: Any,
     group: Any,
+    ahead: Any,
     q: Any,
-    rows: Any,
-    row_bytes: Any,
+    places: Any,
+    num: Any,
     scales: Any,
     scales_bytes: Any,
-    last: Any,
-    ahead: Any,
     out: Any,
     out_bytes: Any,
 ):
-    """Dot products of ``group`` queries with a block of `_keys_per_block` stored rows.
+    """Dot products of ``group`` queries with ``num`` stored rows, a block at a time.
 
-    The block of rows at ``ahead`` is asked for, as it will be read soon.
-
-    q: float32 [group, padded], in read order. Rows beyond ``last`` repeat it. out[g] gets the
-    block's floats, out_bytes apart.
+    q: float32 [group, padded], in read order. places: the rows' addresses, see `_each_block`.
+    out[g] gets the floats, out_bytes apart; those of the last block may go beyond ``num``.
     """
     f, dim, num_queries = _literal(fmt), _literal(head_dim), _literal(group)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        q, base, row_bytes, scales, scales_bytes, last, ahead, out, out_bytes = args[3:]
-        ahead = _pointer(b, ahead)
-        for line in range(-(-_keys_per_block(num_queries) * _row_bytes(f, dim) // 64)):
-            _prefetch(b, ahead, 64 * line)
-        q, out = _pointer(b, q), _pointer(b, out)
-        keys = _keys_per_block(num_queries)
-        pointers, factors = [], []
-        for i in range(keys):
-            index = ir.Constant(_I64, i)
-            index = b.select(b.icmp_signed("<", index, last), index, last) if i else index
-            pointers.append(_pointer(b, b.add(base, b.mul(index, row_bytes))))
-            factors.append(_pointer(b, b.add(scales, b.mul(index, scales_bytes))))
-        q_bytes = 4 * padded(f, dim)
-        for start, count in _query_chunks(num_queries):
+        q, places, num, scales, scales_bytes, out, out_bytes = args[4:]
+        q, keys, q_bytes = _pointer(b, q), _keys_per_block(num_queries), 4 * padded(f, dim)
+
+        def score(first: Any, pointers: list[Any]) -> None:
+            factors = [
+                _pointer(b, b.add(scales, b.mul(b.add(first, ir.Constant(_I64, i)), scales_bytes)))
+                for i in range(keys)
+            ]
+            target = _pointer(b, b.add(out, b.mul(first, ir.Constant(_I64, 4))))
+            for start, count in _query_chunks(num_queries):
+                score_chunk(start, count, pointers, factors, target)
+
+        def score_chunk(
+            start: int, count: int, pointers: list[Any], factors: list[Any], out: Any
+        ) -> None:
             sums: list[Any] = [None] * (count * keys)
             for step in range(_num_reads(f, dim)):
                 read = [_read(b, f, dim, pointers[i], factors[i], step) for i in range(keys)]
@@ -678,10 +752,12 @@ def _score_keys(
                     block = _shuffle(b, totals, totals, lanes)
                     offset = b.mul(ir.Constant(_I64, start + first + g), out_bytes)
                     _store(b, block, out, offset)
+
+        _each_block(b, places, num, keys, _row_bytes(f, dim), _literal(ahead), score)
         return context.get_dummy_value()
 
     i64 = types.int64
-    return types.void(fmt, head_dim, group, *[i64] * 9), codegen
+    return types.void(fmt, head_dim, group, ahead, *[i64] * 7), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -690,78 +766,62 @@ def _add_values(
     fmt: Any,
     head_dim: Any,
     group: Any,
+    ahead: Any,
     acc: Any,
     weights: Any,
     weights_bytes: Any,
-    run_rows: Any,
-    run_lens: Any,
-    num_runs: Any,
-    ahead: Any,
-    row_bytes: Any,
+    places: Any,
+    num: Any,
     scales: Any,
     scales_bytes: Any,
 ):
-    """acc[g] += sum over the tokens of ``num_runs`` runs of weights[g, token] * row(token).
+    """acc[g] += sum over ``num`` tokens of weights[g, token] * row(token).
 
-    acc: float32 [group, padded], in read order. A run is rows that lie one after another;
-    weights and scales are indexed by the token's number over all runs. The rows of the run
-    ``ahead`` places further on are asked for, as they will be read soon.
+    acc: float32 [group, padded], in read order. places: the rows' addresses, and after them
+    ``ahead`` that are only asked for, as they will be read soon.
     """
     f, dim, num_queries = _literal(fmt), _literal(head_dim), _literal(group)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        acc, weights, weights_bytes, rows, lens, num_runs, ahead = args[3:10]
-        row_bytes, scales, scales_bytes = args[10:]
-        acc, rows, lens = _pointer(b, acc), _pointer(b, rows), _pointer(b, lens)
+        acc, weights, weights_bytes, places, num, scales, scales_bytes = args[4:]
+        acc, places = _pointer(b, acc), _pointer(b, places)
         acc_bytes, width = 4 * padded(f, dim), 2 if f == INT4 else 1
-        zero = ir.Constant(_I64, 0)
+        row_bytes, reads, passes = _row_bytes(f, dim), _num_reads(f, dim), []
         for start, count in _query_chunks(num_queries):
             block = max(1, _ACCUMULATORS // (width * (1 << (count - 1).bit_length())))
-            reads = _num_reads(f, dim)
-            for begin in range(0, reads, block):
-                steps = range(begin, min(begin + block, reads))
-                vectors = [width * s + part for s in steps for part in range(width)]
-                places = {
-                    (g, v): cgutils.alloca_once(b, _VF) for g in range(count) for v in vectors
-                }
-                for (g, v), place in places.items():
-                    offset = (start + g) * acc_bytes + 4 * LANES * v
-                    b.store(_load_floats(b, acc, offset), place)
-                token = cgutils.alloca_once_value(b, zero)
-                with cgutils.for_range(b, num_runs) as run:
-                    eight = b.mul(run.index, ir.Constant(_I64, 8))
-                    base, length = _load(b, rows, eight, _I64), _load(b, lens, eight, _I64)
-                    later = b.mul(b.add(run.index, ahead), ir.Constant(_I64, 8))
-                    next_base = _load(b, rows, later, _I64)
-                    first = b.load(token)
-                    with cgutils.for_range(b, length) as loop:
-                        number = b.add(first, loop.index)
-                        row_offset = b.mul(loop.index, row_bytes)
-                        row = _pointer(b, b.add(base, row_offset))
-                        if begin == 0 and start == 0:
-                            next_row = _pointer(b, b.add(next_base, row_offset))
-                            for line in range(-(-_row_bytes(f, dim) // 64)):
-                                _prefetch(b, next_row, 64 * line)
-                        scale = _pointer(b, b.add(scales, b.mul(number, scales_bytes)))
-                        weight = []
+            passes += [
+                (start, count, range(begin, min(begin + block, reads)))
+                for begin in range(0, reads, block)
+            ]
+        for share, (start, count, steps) in enumerate(passes):
+            vectors = [width * s + part for s in steps for part in range(width)]
+            sums = {(g, v): cgutils.alloca_once(b, _VF) for g in range(count) for v in vectors}
+            for (g, v), place in sums.items():
+                offset = (start + g) * acc_bytes + 4 * LANES * v
+                b.store(_load_floats(b, acc, offset), place)
+            with cgutils.for_range(b, num) as loop:
+                number = loop.index
+                row = _row_at(b, places, number)
+                _ask_share(b, places, [number], row_bytes, _literal(ahead), (share, len(passes)))
+                scale = _pointer(b, b.add(scales, b.mul(number, scales_bytes)))
+                weight = []
+                for g in range(count):
+                    line = b.mul(ir.Constant(_I64, start + g), weights_bytes)
+                    place = b.add(line, b.mul(number, ir.Constant(_I64, 4)))
+                    w = _load(b, _pointer(b, b.add(weights, place)), 0, _F32)
+                    weight.append(_splat(b, w))
+                for s in steps:
+                    for v, value in _read(b, f, dim, row, scale, s):
                         for g in range(count):
-                            line = b.mul(ir.Constant(_I64, start + g), weights_bytes)
-                            place = b.add(line, b.mul(number, ir.Constant(_I64, 4)))
-                            w = _load(b, _pointer(b, b.add(weights, place)), 0, _F32)
-                            weight.append(_splat(b, w))
-                        for s in steps:
-                            for v, value in _read(b, f, dim, row, scale, s):
-                                for g in range(count):
-                                    old = b.load(places[g, v])
-                                    b.store(_fma(b, weight[g], value, old), places[g, v])
-                    b.store(b.add(first, length), token)
-                for (g, v), place in places.items():
-                    offset = (start + g) * acc_bytes + 4 * LANES * v
-                    _store(b, b.load(place), acc, offset)
+                            old = b.load(sums[g, v])
+                            b.store(_fma(b, weight[g], value, old), sums[g, v])
+            for (g, v), place in sums.items():
+                offset = (start + g) * acc_bytes + 4 * LANES * v
+                _store(b, b.load(place), acc, offset)
         return context.get_dummy_value()
 
     i64 = types.int64
-    return types.void(fmt, head_dim, group, *[i64] * 10), codegen
+    return types.void(fmt, head_dim, group, ahead, *[i64] * 7), codegen
 
 
 def _pair_pieces(num: int) -> list[tuple[int, int]]:
@@ -914,12 +974,12 @@ def _score_pairs(
     head_dim: Any,
     group: Any,
     unpacked: Any,
+    ahead: Any,
     q: Any,
-    rows: Any,
+    places: Any,
+    num: Any,
     scales: Any,
     line: Any,
-    last: Any,
-    ahead: Any,
     out: Any,
 ):
     """`_score_keys` in integers: exact dot products of codes with int16 queries, as floats.
@@ -931,18 +991,11 @@ def _score_pairs(
     is_unpacked = bool(_literal(unpacked))
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        q, base, scales, line, last, ahead, out = args[4:]
-        q, out, ahead = _pointer(b, q), _pointer(b, out), _pointer(b, ahead)
+        q, places, num, scales, line, out = args[5:]
+        q = _pointer(b, q)
         spans, halves = _word_spans(f, dim), _halves(f)
         row_bytes = unpacked_bytes(dim) if is_unpacked else _row_bytes(f, dim)
         keys, vector = _keys_per_block(num_queries), ir.VectorType(_I8, 2 * LANES)
-        for n in range(-(-keys * row_bytes // 64)):
-            _prefetch(b, ahead, 64 * n)
-        pointers = []
-        for i in range(keys):
-            index = ir.Constant(_I64, i)
-            index = b.select(b.icmp_signed("<", index, last), index, last) if i else index
-            pointers.append(_pointer(b, b.add(base, b.mul(index, ir.Constant(_I64, row_bytes)))))
         words = ir.VectorType(_I16, 2 * LANES)
 
         def read(pointer: Any, n: int) -> list[Any]:
@@ -953,10 +1006,17 @@ def _score_pairs(
             stored = _words(b, f, _load_bytes(b, pointer, first, size))
             return [b.sub(word, _const(8, words)) for word in stored] if f == INT4 else stored
 
-        per_batch = max(1, LANES // keys)  # queries whose sums fill a vector
-        lanes = [lane % keys for lane in range(LANES)]
+        per_batch = max(1, _SUMS // keys)  # queries whose sums are found at once
+        lanes = [lane % keys for lane in range(_SUMS)]
         num_spans = len(spans)
-        for start, count in _query_chunks(num_queries):
+
+        def score(first: Any, pointers: list[Any]) -> None:
+            offset = b.mul(first, ir.Constant(_I64, 4))
+            target, factors = _pointer(b, b.add(out, offset)), b.add(scales, offset)
+            for start, count in _query_chunks(num_queries):
+                score_chunk(start, count, pointers, factors, target)
+
+        def score_chunk(start: int, count: int, pointers: list[Any], scales: Any, out: Any) -> None:
             batches = range(0, count, per_batch)
             blocks: list[Any] = [None] * len(batches)
             for group in range(num_groups(f, dim)):
@@ -976,16 +1036,18 @@ def _score_pairs(
                     scale = _shuffle(b, scale, scale, lanes)
                 for k, first in enumerate(batches):
                     batch = sums[first * keys : (first + per_batch) * keys]
-                    real = b.sitofp(_fold_each(b, batch, _add_integers), _VF)
+                    real = b.sitofp(_add_lanes(b, batch), ir.VectorType(_F32, _SUMS))
                     blocks[k] = _add_scaled(b, blocks[k], real, scale)
             for block, first in zip(blocks, batches, strict=True):
                 for g in range(min(per_batch, count - first)):
                     number = ir.Constant(_I64, start + first + g)
                     mine = _shuffle(b, block, block, range(g * keys, (g + 1) * keys))
                     _store(b, mine, out, b.mul(number, line))
+
+        _each_block(b, places, num, keys, row_bytes, _literal(ahead), score)
         return context.get_dummy_value()
 
-    return types.void(fmt, head_dim, group, unpacked, *[types.int64] * 7), codegen
+    return types.void(fmt, head_dim, group, unpacked, ahead, *[types.int64] * 6), codegen
 
 
 def _add_scaled(b: Any, total: Any, values: Any, scale: Any) -> Any:
@@ -1115,32 +1177,32 @@ def _add_pairs(
     head_dim: Any,
     group: Any,
     unpacked: Any,
+    ahead: Any,
     acc: Any,
     weights: Any,
     weights_bytes: Any,
-    run_rows: Any,
-    run_lens: Any,
-    num_runs: Any,
-    ahead: Any,
+    places: Any,
+    num: Any,
 ):
     """`_add_values` with int16 weights in integers, two tokens at a time.
 
-    weights has a row for each query and scale group. acc: int32 [group, spans, 2, LANES], the
-    columns of a span in the order of `_interleave`. int4 codes count as stored, 0 to 15, or
-    as `_unpack_rows` leaves them, -8 to 7, if ``unpacked``.
+    Of an odd ``num`` one row more is read; its weight is 0. weights has a row for each query and
+    scale group. acc: int32 [group, spans, 2, LANES], the columns of a span in the order of
+    `_interleave`. int4 codes count as stored, 0 to 15, or as `_unpack_rows` leaves them, -8 to 7,
+    if ``unpacked``.
     """
     f, dim, num_queries = _literal(fmt), _literal(head_dim), _literal(group)
     is_unpacked = bool(_literal(unpacked))
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        acc, weights, weights_bytes, rows, lens, num_runs, ahead = args[4:]
-        acc, rows, lens = _pointer(b, acc), _pointer(b, rows), _pointer(b, lens)
+        acc, weights, weights_bytes, places, num = args[5:]
+        acc, places = _pointer(b, acc), _pointer(b, places)
         groups, spans, halves = num_groups(f, dim), _word_spans(f, dim), _halves(f)
         row_bytes = unpacked_bytes(dim) if is_unpacked else _row_bytes(f, dim)
         pieces = _pair_pieces(row_bytes)
         acc_bytes = 8 * LANES * len(spans)
         words = ir.VectorType(_I16, 2 * LANES)
-        one, two, width = (ir.Constant(_I64, n) for n in (1, 2, row_bytes))
+        one, two = (ir.Constant(_I64, n) for n in (1, 2))
 
         def read(row: Any, other: Any, n: int, part: int) -> list[Any]:
             if is_unpacked:
@@ -1153,7 +1215,7 @@ def _add_pairs(
             return _words(b, f, _interleave(b, x, y, part))
 
         def add_tokens(
-            number: Any, row: Any, other: Any, kind: Any, queries: range, mine: Any, places: Any
+            number: Any, row: Any, other: Any, queries: range, mine: Any, sums: Any
         ) -> None:
             used = sorted({spans[halves * n + half][2] for n, _ in mine for half in range(halves)})
             weight = {}
@@ -1161,63 +1223,47 @@ def _add_pairs(
                 for scale_group in used:
                     line = ir.Constant(_I64, g * groups + scale_group)
                     place = b.add(b.mul(line, weights_bytes), b.mul(number, two))
-                    w = _load(b, _pointer(b, b.add(weights, place)), 0, kind)
-                    w = w if kind == _I32 else b.zext(w, _I32)
+                    w = _load(b, _pointer(b, b.add(weights, place)), 0, _I32)
                     weight[g, scale_group] = b.bitcast(_splat(b, w), words)
             for n, part in mine:
                 for half, both in enumerate(read(row, other, n, part)):
                     span = halves * n + half
                     for g in queries:
-                        place, w = places[g, span, part], weight[g, spans[span][2]]
+                        place, w = sums[g, span, part], weight[g, spans[span][2]]
                         b.store(_multiply_pairs(b, b.load(place), both, w), place)
 
         # A pass serves as many (load, part of it) as have their sums in registers.
         units = [(n, part) for n in range(len(spans) // halves) for part in range(2)]
+        passes = []
         for start, count in _query_chunks(num_queries):
-            queries = range(start, start + count)
             most = max(1, (24 if _WIDE else 8) // (halves * count))
-            passes = -(-len(units) // most)
-            block = -(-len(units) // passes)
-            for begin in range(0, len(units), block):
-                mine = units[begin : begin + block]
-                places = {
-                    (g, halves * n + half, part): cgutils.alloca_once(b, _VI)
-                    for g in queries
-                    for n, part in mine
-                    for half in range(halves)
-                }
-                for (g, span, part), place in places.items():
-                    offset = g * acc_bytes + 4 * LANES * (2 * span + part)
-                    b.store(_load(b, acc, offset, _VI), place)
-                token = cgutils.alloca_once_value(b, ir.Constant(_I64, 0))
-                with cgutils.for_range(b, num_runs) as run:
-                    eight = b.mul(run.index, ir.Constant(_I64, 8))
-                    base, length = _load(b, rows, eight, _I64), _load(b, lens, eight, _I64)
-                    later = b.mul(b.add(run.index, ahead), ir.Constant(_I64, 8))
-                    next_base = _load(b, rows, later, _I64)
-                    done = b.load(token)
-                    with cgutils.for_range(b, b.lshr(length, one)) as loop:
-                        i = b.mul(loop.index, two)
-                        offset = b.mul(i, width)
-                        row = _pointer(b, b.add(base, offset))
-                        other = b.gep(row, [width])
-                        if begin == 0 and start == 0:
-                            next_row = _pointer(b, b.add(next_base, offset))
-                            for line in range(-(-2 * row_bytes // 64)):
-                                _prefetch(b, next_row, 64 * line)
-                        add_tokens(b.add(done, i), row, other, _I32, queries, mine, places)
-                    odd = b.icmp_signed("!=", b.and_(length, one), ir.Constant(_I64, 0))
-                    with b.if_then(odd):
-                        i = b.sub(length, one)
-                        row = _pointer(b, b.add(base, b.mul(i, width)))
-                        add_tokens(b.add(done, i), row, row, _I16, queries, mine, places)
-                    b.store(b.add(done, length), token)
-                for (g, span, part), place in places.items():
-                    offset = g * acc_bytes + 4 * LANES * (2 * span + part)
-                    _store(b, b.load(place), acc, offset)
+            block = -(-len(units) // -(-len(units) // most))
+            passes += [
+                (range(start, start + count), units[begin : begin + block])
+                for begin in range(0, len(units), block)
+            ]
+        for share, (queries, mine) in enumerate(passes):
+            sums = {
+                (g, halves * n + half, part): cgutils.alloca_once(b, _VI)
+                for g in queries
+                for n, part in mine
+                for half in range(halves)
+            }
+            for (g, span, part), place in sums.items():
+                offset = g * acc_bytes + 4 * LANES * (2 * span + part)
+                b.store(_load(b, acc, offset, _VI), place)
+            with cgutils.for_range(b, b.ashr(b.add(num, one), one)) as loop:
+                i = b.mul(loop.index, two)
+                both = [i, b.add(i, one)]
+                _ask_share(b, places, both, row_bytes, _literal(ahead), (share, len(passes)))
+                row, other = _row_at(b, places, i), _row_at(b, places, i, 1)
+                add_tokens(i, row, other, queries, mine, sums)
+            for (g, span, part), place in sums.items():
+                offset = g * acc_bytes + 4 * LANES * (2 * span + part)
+                _store(b, b.load(place), acc, offset)
         return context.get_dummy_value()
 
-    return types.void(fmt, head_dim, group, unpacked, *[types.int64] * 7), codegen
+    return types.void(fmt, head_dim, group, unpacked, ahead, *[types.int64] * 5), codegen
 
 
 def _interleave(b: Any, x: Any, y: Any, part: int) -> Any:
@@ -2140,6 +2186,13 @@ def _clear_around(row, low, high):  # type: ignore[no-untyped-def]
         _put_f32(row, i, np.float32(0.0))
 
 
+@njit(error_model="numpy")
+def _put_steps(target, first, step, num):  # type: ignore[no-untyped-def]
+    """target[:num] = first, first + step, ...; 8 bytes each."""
+    for i in range(num):
+        _put_i64(target, i, first + i * step)
+
+
 def _decode_layout(
     k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int
 ) -> tuple[dict[str, int], int]:
@@ -2156,9 +2209,9 @@ def _decode_layout(
         "v_factors": max(1, num_scales(v_fmt, v_dim)) * line,
         "v_largest": line if v_split else 0,
         "weights": group * v_groups * line // 2,
-        "k_runs": 8 * (SPLIT + PREFETCH_TOKENS),
-        "v_runs": 8 * (SPLIT + PREFETCH_TOKENS),
-        "lens": 8 * (SPLIT + PREFETCH_TOKENS),
+        # After a split's rows stand those that the last block, or the last pair, reads beyond it.
+        "k_places": 8 * (SPLIT + 4 * LANES + MAX_CHUNK),
+        "v_places": 8 * (SPLIT + 4 * LANES + MAX_CHUNK),
         "q_scales": 4 * group,
         "worth": 4 * group * v_groups,
         "offsets": 4 * group * v_groups,
@@ -2199,13 +2252,13 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
     k_factor, v_factor = _factor(k_fmt), _factor(v_fmt)
     k_one, v_one = k_fmt in LARGEST_CODE, v_fmt in LARGEST_CODE
     lanes, split_tokens, first_counter = LANES, SPLIT, COUNTERS
-    most_ahead, chunk_tokens = PREFETCH_TOKENS, CHUNK
+    chunk = _chunk(k_row, v_row)
     at, _ = _decode_layout(k_fmt, v_fmt, k_dim, v_dim, group)
     at_row, at_q, at_acc, at_scores, at_v_largest = (
         at[n] for n in ("row", "q", "acc", "scores", "v_largest")
     )
     at_k_factors, at_v_factors, at_weights = at["k_factors"], at["v_factors"], at["weights"]
-    at_k_runs, at_v_runs, at_lens = at["k_runs"], at["v_runs"], at["lens"]
+    at_k_places, at_v_places = at["k_places"], at["v_places"]
     at_q_scales, at_worth, at_offsets = at["q_scales"], at["worth"], at["offsets"]
     at_k_rows, at_v_rows = at["k_rows"], at["v_rows"]
 
@@ -2214,13 +2267,11 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
         memory = args.scratch + _fetch_add(args.counters, 0) * args.scratch_bytes
         row, q, acc, scores = memory + at_row, memory + at_q, memory + at_acc, memory + at_scores
         k_factors, v_factors = memory + at_k_factors, memory + at_v_factors
-        k_runs, v_runs, lens = memory + at_k_runs, memory + at_v_runs, memory + at_lens
+        k_places, v_places = memory + at_k_places, memory + at_v_places
         weights, worth, offsets = memory + at_weights, memory + at_worth, memory + at_offsets
         q_scales, v_largest = memory + at_q_scales, memory + at_v_largest
         k_rows, v_rows = memory + at_k_rows, memory + at_v_rows
         page_size = args.page_size
-        ahead = max(1, most_ahead // page_size)
-        runs_per_chunk = max(1, chunk_tokens // page_size)
         while True:
             number = _fetch_add(args.counters, 1)
             if number >= args.num_tasks * args.num_kv_heads:
@@ -2254,17 +2305,18 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
                     low = max(low, first_pos + 1 - args.window)
                 _count(args.counters, 4, max(np.int64(0), high - low))
                 # All lines of scales are asked for at once, and read below.
+                first_page = low // page_size
+                first_offset = low - first_page * page_size
                 for turn in range(2):
-                    t = low
+                    t, number_of_page, offset = low, first_page, first_offset
                     while t < high:
                         page = np.int64(
-                            _get_i32(args.page_table, seq * args.table_row + t // page_size)
+                            _get_i32(args.page_table, seq * args.table_row + number_of_page)
                         )
                         if page < 0 or page >= args.num_pages:
                             # Read as page 0; the call fails in the end.
                             _put_i64(args.counters, 2, page + (1 if page >= 0 else 0))
                             page = 0
-                        offset = t % page_size
                         length = min(page_size - offset, high - t)
                         k_source = (
                             args.k_scale
@@ -2278,6 +2330,7 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
                             + head * args.vs_head
                             + 2 * v_scales * offset
                         )
+                        place = t - origin
                         if turn == 0:
                             if k_scales > 0:
                                 _ask_for(k_source)
@@ -2286,48 +2339,56 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
                         else:
                             if k_split:
                                 _split_scales(
-                                    k_scales, k_source, k_factors + 4 * (t - origin), line, length
+                                    k_scales, k_source, k_factors + 4 * place, line, length
                                 )
                             elif k_scales > 0:
                                 _widen_scales(
                                     k_source,
-                                    k_factors + 4 * k_scales * (t - origin),
+                                    k_factors + 4 * k_scales * place,
                                     length * k_scales,
                                     np.float32(k_factor),
                                 )
                             if v_split:
                                 _split_scales(
-                                    v_scales, v_source, v_factors + 4 * (t - origin), line, length
+                                    v_scales, v_source, v_factors + 4 * place, line, length
                                 )
                             elif v_scales > 0:
                                 _widen_scales(
                                     v_source,
-                                    v_factors + 4 * v_scales * (t - origin),
+                                    v_factors + 4 * v_scales * place,
                                     length * v_scales,
                                     np.float32(v_factor),
                                 )
-                            if is_tile:
-                                if k_split:
-                                    _unpack_rows(
-                                        k_dim,
-                                        args.k_pages
-                                        + page * args.k_page
-                                        + head * args.k_head
-                                        + offset * k_row,
-                                        k_rows + (t - origin) * k_wide,
-                                        length,
-                                    )
-                                if v_split:
-                                    _unpack_rows(
-                                        v_dim,
-                                        args.v_pages
-                                        + page * args.v_page
-                                        + head * args.v_head
-                                        + offset * v_row,
-                                        v_rows + (t - origin) * v_wide,
-                                        length,
-                                    )
+                            k_from = args.k_pages + page * args.k_page + head * args.k_head
+                            v_from = args.v_pages + page * args.v_page + head * args.v_head
+                            k_from, v_from = k_from + offset * k_row, v_from + offset * v_row
+                            k_step, v_step = k_row, v_row
+                            if k_split and is_tile:
+                                k_unpacked = k_rows + place * k_wide
+                                _unpack_rows(k_dim, k_from, k_unpacked, length)
+                                k_from, k_step = k_unpacked, k_wide
+                            if v_split and is_tile:
+                                v_unpacked = v_rows + place * v_wide
+                                _unpack_rows(v_dim, v_from, v_unpacked, length)
+                                v_from, v_step = v_unpacked, v_wide
+                            _put_steps(k_places + 8 * place, k_from, k_step, length)
+                            _put_steps(v_places + 8 * place, v_from, v_step, length)
                         t += length
+                        number_of_page += 1
+                        offset = np.int64(0)
+                # A block of keys may go beyond the last, a pair of values may begin before the
+                # first. What is asked for ahead of the last keys are the first values.
+                place, last = high - origin, high - 1 - origin
+                if low < high:
+                    for i in range(block - 1):
+                        _put_i64(k_places, place + i, _get_i64(k_places, last))
+                    for i in range(block - 1, block - 1 + chunk):
+                        value = min(low - origin + i - (block - 1), last)
+                        _put_i64(k_places, place + i, _get_i64(v_places, value))
+                    for i in range(chunk + 1):
+                        _put_i64(v_places, place + i, _get_i64(v_places, last))
+                    if (low - origin) % 2 == 1:
+                        _put_i64(v_places, low - origin - 1, _get_i64(v_places, low - origin))
                 if k_one:
                     for n in range(k_scales):
                         _clear_around(k_factors + n * line, low - origin, high - origin)
@@ -2342,33 +2403,6 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
                     start, end = origin, min(origin + split_tokens, pos + 1)
                     if args.window > 0:
                         start = max(start, pos + 1 - args.window)
-                    # Rows that lie one after another (a page's) are a run.
-                    num_runs, t = 0, start
-                    while t < end:
-                        page = np.int64(
-                            _get_i32(args.page_table, seq * args.table_row + t // page_size)
-                        )
-                        if page < 0 or page >= args.num_pages:
-                            page = 0
-                        offset = t % page_size
-                        length = min(page_size - offset, end - t)
-                        k_run = args.k_pages + page * args.k_page + head * args.k_head
-                        v_run = args.v_pages + page * args.v_page + head * args.v_head
-                        k_run, v_run = k_run + offset * k_row, v_run + offset * v_row
-                        if k_split and is_tile:
-                            k_run = k_rows + (t - origin) * k_wide
-                        if v_split and is_tile:
-                            v_run = v_rows + (t - origin) * v_wide
-                        _put_i64(k_runs, num_runs, k_run)
-                        _put_i64(v_runs, num_runs, v_run)
-                        _put_i64(lens, num_runs, length)
-                        num_runs += 1
-                        t += length
-                    last_run = max(0, num_runs - 1)
-                    for run in range(ahead):
-                        _put_i64(k_runs, num_runs + run, _get_i64(v_runs, min(run, last_run)))
-                    for run in range(ahead):
-                        _put_i64(v_runs, num_runs + run, _get_i64(v_runs, last_run))
                     for g in range(group):
                         q_head = head * group + g
                         _load_query(
@@ -2392,57 +2426,49 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
                     num = max(end - origin, 0)
                     if end <= start:
                         num = np.int64(0)
-                    done = skipped
-                    for run in range(num_runs):
-                        rows, length = _get_i64(k_runs, run), _get_i64(lens, run)
-                        later = _get_i64(k_runs, run + ahead)
-                        i = 0
-                        while i < length:
-                            if k_split and is_tile:
-                                _score_pairs(
-                                    k_fmt,
-                                    k_dim,
-                                    group,
-                                    1,
-                                    q,
-                                    rows + i * k_wide,
-                                    k_factors + 4 * (done + i),
-                                    line,
-                                    length - 1 - i,
-                                    later + i * k_wide,
-                                    scores + 4 * (done + i),
-                                )
-                            elif k_pairs:
-                                _score_pairs(
-                                    k_fmt,
-                                    k_dim,
-                                    group,
-                                    0,
-                                    q,
-                                    rows + i * k_row,
-                                    k_factors + 4 * (done + i),
-                                    line,
-                                    length - 1 - i,
-                                    later + i * k_row,
-                                    scores + 4 * (done + i),
-                                )
-                            else:
-                                _score_keys(
-                                    k_fmt,
-                                    k_dim,
-                                    group,
-                                    q,
-                                    rows + i * k_row,
-                                    k_row,
-                                    k_factors + 4 * k_scales * (done + i),
-                                    4 * k_scales,
-                                    length - 1 - i,
-                                    later + i * k_row,
-                                    scores + 4 * (done + i),
-                                    line,
-                                )
-                            i += block
-                        done += length
+                    if num > 0:
+                        if k_split and is_tile:
+                            _score_pairs(
+                                k_fmt,
+                                k_dim,
+                                group,
+                                1,
+                                chunk,
+                                q,
+                                k_places + 8 * skipped,
+                                num - skipped,
+                                k_factors + 4 * skipped,
+                                line,
+                                scores + 4 * skipped,
+                            )
+                        elif k_pairs:
+                            _score_pairs(
+                                k_fmt,
+                                k_dim,
+                                group,
+                                0,
+                                chunk,
+                                q,
+                                k_places + 8 * skipped,
+                                num - skipped,
+                                k_factors + 4 * skipped,
+                                line,
+                                scores + 4 * skipped,
+                            )
+                        else:
+                            _score_keys(
+                                k_fmt,
+                                k_dim,
+                                group,
+                                chunk,
+                                q,
+                                k_places + 8 * skipped,
+                                num - skipped,
+                                k_factors + 4 * k_scales * skipped,
+                                4 * k_scales,
+                                scores + 4 * skipped,
+                                line,
+                            )
                     num_vectors = (num + lanes - 1) // lanes
                     _fill(acc, np.float32(0.0), group * acc_width // (4 * lanes))
                     for g in range(group):
@@ -2503,22 +2529,23 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
                         _put_f32(partial, 0, largest)
                         _put_f32(partial, 1, total)
                     # Chunk by chunk, so that the passes over the columns find it in cache.
-                    run, done = 0, skipped
-                    while run < num_runs:
-                        count = min(runs_per_chunk, num_runs - run)
+                    # Pairs begin at even places: what lies before the first or after the last
+                    # has no weight.
+                    done = skipped // 2 * 2 if v_pairs else skipped
+                    while done < num:
+                        count = min(chunk, num - done)
                         if v_split and is_tile:
                             _add_pairs(
                                 v_fmt,
                                 v_dim,
                                 group,
                                 1,
+                                chunk,
                                 acc,
                                 weights + 2 * done,
                                 line // 2,
-                                v_runs + 8 * run,
-                                lens + 8 * run,
+                                v_places + 8 * done,
                                 count,
-                                ahead,
                             )
                         elif v_pairs:
                             _add_pairs(
@@ -2526,33 +2553,28 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
                                 v_dim,
                                 group,
                                 0,
+                                chunk,
                                 acc,
                                 weights + 2 * done,
                                 line // 2,
-                                v_runs + 8 * run,
-                                lens + 8 * run,
+                                v_places + 8 * done,
                                 count,
-                                ahead,
                             )
                         else:
                             _add_values(
                                 v_fmt,
                                 v_dim,
                                 group,
+                                chunk,
                                 acc,
                                 scores + 4 * done,
                                 line,
-                                v_runs + 8 * run,
-                                lens + 8 * run,
+                                v_places + 8 * done,
                                 count,
-                                ahead,
-                                v_row,
                                 v_factors + 4 * v_scales * done,
                                 4 * v_scales,
                             )
-                        for i in range(run, run + count):
-                            done += _get_i64(lens, i)
-                        run += count
+                        done += count
                     for g in range(group):
                         partial = partials + partial_bytes * (
                             (head * group + g) * partial_rows + first_partial + split

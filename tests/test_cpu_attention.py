@@ -8,6 +8,8 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numba
+import numpy as np
 import pytest
 import torch
 
@@ -357,6 +359,25 @@ def test_a_query_that_is_not_finite_gives_nan_and_never_a_number(dtype, query_le
     assert out[query_len - 1, 1].isnan().all()
     assert out[query_len:].isfinite().all()
     assert out[query_len - 1, 0].isfinite().all()
+
+
+def test_the_exponential_is_right_to_two_units_in_the_last_place():
+    """Over all that a softmax can ask for; what is below -87 is 0, a NaN stays one."""
+    x = torch.cat([torch.linspace(-90, 0, 2**20), -torch.logspace(-30, 2, 2**16)])
+    special = torch.tensor([-torch.inf, -1e30, -87.0, 0.0] + 12 * [torch.nan])
+    special[4:].view(torch.int32).add_(torch.arange(12))  # whatever a NaN carries
+    x = torch.cat([x, special])
+    got = x.clone()
+
+    @numba.njit
+    def run(address, num_vectors):
+        return cpu._exponentiate(address, np.float32(0.0), num_vectors)
+
+    run(got.data_ptr(), x.numel() // cpu.LANES)
+    want, normal = x.double().exp(), x >= -87
+    unit = 2.0 ** (want.log2().floor() - 23)
+    assert float(((got - want).abs() / unit)[normal].max()) < 2
+    assert not got[x < -87].any() and got[-12:].isnan().all()
 
 
 def test_every_format_reads_what_it_wrote_itself():
