@@ -8,12 +8,16 @@ os.environ.setdefault("RADIXKV_POISON", "1")  # fresh pages hold what no writer 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
+
+from radixkv import KVConfig, KVSpec, PrefixCache
+from radixkv.reference import ScoreRule, attend_dense, rotate_rows
 
 # The same examples at every run, so that a change is judged by what it changes; with
 # RADIXKV_RANDOM=1 they are new ones each time (fuzz/ searches for hours).
@@ -72,6 +76,57 @@ def _config(name: str) -> Any:
             **_COMMON, head_dim=16, sliding_window=8, num_local_experts=4, num_experts_per_tok=2
         )
     raise ValueError(name)
+
+
+@pytest.fixture(scope="session")
+def check_bounds() -> Callable[..., None]:
+    """``check_bounds(format, ...)``: attention over pages against float64 over the rows."""
+
+    def check(
+        name: str,
+        *,
+        backend: str,
+        head_dim: int,
+        group: int,
+        page_size: int,
+        seq_len: int,
+        query_len: int,
+        rotate: str,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Written and read through a cache; the error is what the format's bounds allow.
+
+        Scores are off by at most |q| * norm_bound, so weights by a factor of exp(2 * that), and
+        the output by what this moves it plus V's own error. Small queries keep the factor small.
+        """
+        generator = torch.Generator().manual_seed(seq_len * head_dim + page_size)
+        spec = KVSpec(num_layers=1, num_kv_heads=2, head_dim=head_dim)
+        config = KVConfig(dtype=name, page_size=page_size, rotate=rotate, capacity="8MiB")
+        cache = PrefixCache(spec, config, device=device, backend=backend)
+        k, v = torch.randn(2, seq_len, 2, head_dim, generator=generator)
+        q = torch.randn(query_len, 2 * group, head_dim, generator=generator)
+        scale = 0.5 / head_dim
+        ids = [7 + i for i in range(seq_len)]
+        with cache.acquire(ids) as lease:
+            lease.write(0, k.to(device), v.to(device))
+            padded = torch.zeros(seq_len, 2 * group, head_dim)
+            padded[-query_len:] = q
+            got = lease.attend(0, padded.to(device), softmax_scale=scale)[-query_len:].cpu()
+        heads = (t.double().transpose(0, 1) for t in (q, k, v))
+        want = attend_dense(*heads, ScoreRule(softmax_scale=scale)).transpose(0, 1)
+        k_form, v_form = cache.codec.k_format, cache.codec.v_format
+        k_error = k_form.norm_bound(rotate_rows(k) if cache.codec.rotate_k else k).max()
+        if cache.codec.rotate_v:
+            v_error = v_form.norm_bound(rotate_rows(v)).max()
+        else:
+            v_error = v_form.error_bound(v).max()
+        score_error = float(q.norm(dim=-1).max() * scale * k_error)
+        allowed = math.expm1(2 * score_error) * float(v.abs().max()) + float(v_error)
+        error = (got.double() - want).abs().max()
+        assert error <= allowed + 1e-4  # and float32's own, far below every format's
+        assert allowed < 2 * v.abs().max()  # more than that could not be
+
+    return check
 
 
 @pytest.fixture(scope="session")

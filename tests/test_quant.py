@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from dataclasses import replace
 
@@ -17,7 +16,7 @@ from radixkv.engine import Engine
 from radixkv.model import ModelRunner
 from radixkv.quality import measure_quality
 from radixkv.quant import INT4_SEARCH, Int4Format, KVCodec, KVFormat, int4_group_size, make_format
-from radixkv.reference import ScoreRule, attend_dense, read_rows, rotate_rows
+from radixkv.reference import read_rows
 from radixkv_kernels import cpu
 
 QUANTIZED = ("int8", "fp8", "fp8_e5m2", "int4")
@@ -177,50 +176,6 @@ def test_used_pages_are_full_on_the_demos_load():
 # attention over pages against float64 over the rows themselves
 
 
-def check_attention(
-    name: str,
-    *,
-    backend: str,
-    head_dim: int,
-    group: int,
-    page_size: int,
-    seq_len: int,
-    query_len: int,
-    rotate: str,
-) -> None:
-    """Written and read through a cache; the error is what the format's bounds allow.
-
-    Scores are off by at most |q| * norm_bound, so weights by a factor of exp(2 * that), and
-    the output by what this moves it plus V's own error. Small queries keep the factor small.
-    """
-    generator = torch.Generator().manual_seed(seq_len * head_dim + page_size)
-    spec = KVSpec(num_layers=1, num_kv_heads=2, head_dim=head_dim)
-    config = KVConfig(dtype=name, page_size=page_size, rotate=rotate, capacity="8MiB")
-    cache = PrefixCache(spec, config, backend=backend)
-    k, v = torch.randn(2, seq_len, 2, head_dim, generator=generator)
-    q = torch.randn(query_len, 2 * group, head_dim, generator=generator)
-    scale = 0.5 / head_dim
-    ids = [7 + i for i in range(seq_len)]
-    with cache.acquire(ids) as lease:
-        lease.write(0, k, v)
-        padded = torch.zeros(seq_len, 2 * group, head_dim)
-        padded[-query_len:] = q
-        got = lease.attend(0, padded, softmax_scale=scale)[-query_len:]
-    heads = (t.double().transpose(0, 1) for t in (q, k, v))
-    want = attend_dense(*heads, ScoreRule(softmax_scale=scale)).transpose(0, 1)
-    k_form, v_form = cache.codec.k_format, cache.codec.v_format
-    k_error = k_form.norm_bound(rotate_rows(k) if cache.codec.rotate_k else k).max()
-    if cache.codec.rotate_v:
-        v_error = v_form.norm_bound(rotate_rows(v)).max()
-    else:
-        v_error = v_form.error_bound(v).max()
-    score_error = float(q.norm(dim=-1).max() * scale * k_error)
-    allowed = math.expm1(2 * score_error) * float(v.abs().max()) + float(v_error)
-    error = (got.double() - want).abs().max()
-    assert error <= allowed + 1e-4  # and float32's own, far below every format's
-    assert allowed < 2 * v.abs().max()  # more than that could not be
-
-
 @settings(max_examples=60)
 @given(
     name=st.sampled_from((*QUANTIZED, "model")),
@@ -232,10 +187,10 @@ def check_attention(
     data=st.data(),
 )
 def test_attention_is_within_the_formats_bounds_of_float64(
-    name, head_dim, group, page_size, around, rotate, data
+    check_bounds, name, head_dim, group, page_size, around, rotate, data
 ):
     seq_len = 1 if around is None else 1000 if around == 1000 else max(1, page_size + around)
-    check_attention(
+    check_bounds(
         name,
         backend="torch",
         head_dim=head_dim,
@@ -245,6 +200,21 @@ def test_attention_is_within_the_formats_bounds_of_float64(
         query_len=data.draw(st.sampled_from((1, min(seq_len, 5)))),
         rotate=rotate,
     )
+
+
+@pytest.mark.parametrize("rotate", ["none", "hadamard"])
+@pytest.mark.parametrize(
+    ("name", "head_dim"),
+    [(name, dim) for name in ("int8", "int4") for dim in HEAD_DIMS]
+    + [(name, dim) for name in ("fp8", "fp8_e5m2") for dim in (80, 128)],
+)
+def test_compiled_attention_is_within_the_formats_bounds_of_float64(
+    check_bounds, name, head_dim, rotate
+):
+    shape = {"head_dim": head_dim, "group": 3, "page_size": 16, "rotate": rotate}
+    for seq_len, query_len in ((1, 1), (17, 1), (600, 1), (17, 5), (600, 40)):
+        lengths = {"seq_len": seq_len, "query_len": query_len}
+        check_bounds(name, backend="cpu", **shape, **lengths)
 
 
 # outliers: rotated away, centred away, warned of

@@ -532,3 +532,19 @@ def test_any_ragged_batch_equals_float64(data):
         seq_lens=seq_lens,
         query_lens=query_lens,
     ).check()
+
+
+@pytest.mark.parametrize(("head_dim", "rotate"), [(64, "hadamard"), (80, "none")])
+@pytest.mark.parametrize("name", FORMATS)
+def test_attention_is_within_the_formats_bounds_of_float64(check_bounds, name, head_dim, rotate):
+    check_bounds(
+        name,
+        backend="triton",
+        head_dim=head_dim,
+        group=3,
+        page_size=4,
+        seq_len=SPLIT + 1,
+        query_len=3,
+        rotate=rotate,
+        device=DEVICE,
+    )
