@@ -883,7 +883,3 @@ _COMMANDS: dict[
     "bench": (_add_bench_arguments, _run_bench),
     "snapshot": (_add_snapshot_arguments, _run_snapshot),
 }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -249,7 +249,7 @@ def test_the_demo_shows_that_the_document_is_read_once(capsys):
 @pytest.mark.parametrize("form", [[], ["--json"]])
 def test_a_reader_that_leaves_early_gets_no_traceback(form):
     env = {**os.environ, "PYTHONPATH": str(Path(radixkv.__file__).parent.parent)}
-    command = [sys.executable, "-m", "radixkv.cli", "calc", *GEOMETRY, *form]
+    command = [sys.executable, "-m", "radixkv", "calc", *GEOMETRY, *form]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env
     ) as process:
