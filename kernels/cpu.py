@@ -447,21 +447,23 @@ def _exp(b: Any, x: Any) -> Any:
     e**x = 2**n * e**r with |r| <= log(2) / 2, and e**r = 1 + r + r**2 * q(r): the q of degree 4
     whose relative error is least (3e-9), its terms in a tree, since a chain of them is slower.
     """
-    clamped = _max(b, _const(-87.0), x)  # in this order a NaN passes
+    kind, whole = x.type, ir.VectorType(_I32, x.type.count)
+    clamped = _max(b, _const(-87.0, kind), x)  # in this order a NaN passes
     # Adding 1.5 * 2**23 rounds to an integer, which then stands in the lowest bits.
-    shift = _const(1.5 * 2**23)
-    shifted = _fma(b, clamped, _const(math.log2(math.e)), shift)
+    shift = _const(1.5 * 2**23, kind)
+    shifted = _fma(b, clamped, _const(math.log2(math.e), kind), shift)
     n = b.fsub(shifted, shift)
-    r = _fma(b, n, _const(-0.693359375), clamped)
-    r = _fma(b, n, _const(2.12194440e-4), r)
-    q0, q1, q2, q3, q4 = (_const(c) for c in _EXP_TERMS)
+    r = _fma(b, n, _const(-0.693359375, kind), clamped)
+    r = _fma(b, n, _const(2.12194440e-4, kind), r)
+    q0, q1, q2, q3, q4 = (_const(c, kind) for c in _EXP_TERMS)
     square = b.fmul(r, r)
     high = _fma(b, q4, square, _fma(b, q3, r, q2))
     q = _fma(b, high, square, _fma(b, q1, r, q0))
-    root = _fma(b, q, square, b.fadd(r, _const(1.0)))
-    bits = b.shl(b.bitcast(shifted, _VI), _const(23, _VI))
-    power = b.bitcast(b.add(bits, _const(127 << 23, _VI)), _VF)
-    return b.select(b.fcmp_ordered("<", x, _const(-87.0)), _const(0.0), b.fmul(root, power))
+    root = _fma(b, q, square, b.fadd(r, _const(1.0, kind)))
+    bits = b.shl(b.bitcast(shifted, whole), _const(23, whole))
+    power = b.bitcast(b.add(bits, _const(127 << 23, whole)), kind)
+    real = b.fmul(root, power)
+    return b.select(b.fcmp_ordered("<", x, _const(-87.0, kind)), _const(0.0, kind), real)
 
 
 def _rotate_vectors(b: Any, vectors: list[Any], head_dim: int) -> list[Any]:
@@ -1351,6 +1353,28 @@ def _widen_scales(typingctx: Any, source: Any, target: Any, num: Any, factor: An
     return types.void(types.int64, types.int64, types.int64, types.float32), codegen
 
 
+def _each_two(b: Any, num_vectors: Any, emit: Callable[[Any, int], None]) -> None:
+    """Loop over vectors, two at a time while there are: emit(byte offset, how many).
+
+    So that a processor that looks a few instructions ahead finds two chains of them.
+    """
+    one = ir.Constant(_I64, 1)
+    pairs = b.ashr(num_vectors, one)
+    with cgutils.for_range(b, pairs) as loop:
+        emit(b.mul(loop.index, ir.Constant(_I64, 8 * LANES)), 2)
+    with b.if_then(b.icmp_signed("!=", b.and_(num_vectors, one), ir.Constant(_I64, 0))):
+        emit(b.mul(pairs, ir.Constant(_I64, 8 * LANES)), 1)
+
+
+def _weights(b: Any, target: Any, at: Any, width: int, largest: Any) -> list[Any]:
+    """``width`` vectors at a place of ``target`` become exp(themselves - largest); these."""
+    count = width * LANES
+    scores = _load(b, target, at, ir.VectorType(_F32, count))
+    p = _exp(b, b.fsub(scores, _splat(b, largest, count)))
+    _store(b, p, target, at)
+    return [_shuffle(b, p, p, range(n, n + LANES)) for n in range(0, count, LANES)]
+
+
 def _each(b: Any, num_vectors: Any) -> Any:
     """Loop over vectors; yields the byte offset of each."""
     return cgutils.for_range(b, num_vectors)
@@ -1441,13 +1465,13 @@ def _exponentiate(typingctx: Any, target: Any, largest: Any, num_vectors: Any):
     """target[:] = exp(target[:] - largest); their sum."""
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        target, largest = _pointer(b, args[0]), _splat(b, args[1])
-        total = cgutils.alloca_once_value(b, _const(0.0))
-        with _each(b, args[2]) as loop:
-            at = b.mul(loop.index, ir.Constant(_I64, 4 * LANES))
-            p = _exp(b, b.fsub(_load(b, target, at, _VF), largest))
-            _store(b, p, target, at)
-            b.store(b.fadd(b.load(total), p), total)
+        target, total = _pointer(b, args[0]), cgutils.alloca_once_value(b, _const(0.0))
+
+        def weigh(at: Any, width: int) -> None:
+            for p in _weights(b, target, at, width, args[1]):
+                b.store(b.fadd(b.load(total), p), total)
+
+        _each_two(b, args[2], weigh)
         return _fold(b, b.load(total), _add)
 
     return types.float32(types.int64, types.float32, types.int64), codegen
@@ -2124,16 +2148,18 @@ def _weigh(typingctx: Any, target: Any, largest: Any, factors: Any, num_vectors:
     """
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        target, largest, factors = _pointer(b, args[0]), _splat(b, args[1]), _pointer(b, args[2])
+        target, factors = _pointer(b, args[0]), _pointer(b, args[2])
         total = cgutils.alloca_once_value(b, _const(0.0))
         best = cgutils.alloca_once_value(b, _const(-_INF))
-        with _each(b, args[3]) as loop:
-            at = b.mul(loop.index, ir.Constant(_I64, 4 * LANES))
-            p = _exp(b, b.fsub(_load(b, target, at, _VF), largest))
-            b.store(b.fadd(b.load(total), p), total)
-            _store(b, p, target, at)
-            product = b.fmul(p, _load(b, factors, at, _VF))
-            b.store(_max(b, product, b.load(best)), best)
+
+        def weigh(at: Any, width: int) -> None:
+            for i, p in enumerate(_weights(b, target, at, width, args[1])):
+                b.store(b.fadd(b.load(total), p), total)
+                place = b.add(at, ir.Constant(_I64, 4 * LANES * i))
+                product = b.fmul(p, _load(b, factors, place, _VF))
+                b.store(_max(b, product, b.load(best)), best)
+
+        _each_two(b, args[3], weigh)
         _store(b, _fold(b, b.load(total), _add), _pointer(b, args[4]), 0)
         return _fold(b, b.load(best), _max)
 
