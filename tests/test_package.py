@@ -100,6 +100,7 @@ IMPORT_ORDER = [
     "llama_index",
     "lm_eval",
     "cli",
+    "__main__",
 ]
 
 # Distributions whose import name is another one.
