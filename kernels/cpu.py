@@ -42,9 +42,11 @@ import numba
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, cfunc, njit, types
+from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from radixkv_kernels.compile_cache import compile_callback
 
 INT8, FP8, FP8_E5M2, INT4, FLOAT32, FLOAT16, BFLOAT16 = range(7)
 CODE_BITS = (8, 8, 8, 4, 32, 16, 16)
@@ -2665,7 +2667,7 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
                             args.rotate_v,
                         )
 
-    return cfunc(_SIGNATURE, cache=True, error_model="numpy")(decode)
+    return compile_callback(_SIGNATURE)(decode)
 
 
 def _shared_layout(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> tuple[dict[str, int], int]:
@@ -2916,7 +2918,7 @@ def make_shared(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
                     )
                 split += 1
 
-    return cfunc(_SIGNATURE, cache=True, error_model="numpy")(shared)
+    return compile_callback(_SIGNATURE)(shared)
 
 
 def make_extend(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, shared: int = 0) -> Any:
@@ -3132,7 +3134,7 @@ def make_extend(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, shared: int = 0)
                     args.rotate_v,
                 )
 
-    return cfunc(_SIGNATURE, cache=True, error_model="numpy")(extend)
+    return compile_callback(_SIGNATURE)(extend)
 
 
 def extend_rows(group: int) -> int:
@@ -3236,7 +3238,7 @@ def make_write(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
                         v_factors + head * args.vs_head,
                     )
 
-    return cfunc(_WRITE_SIGNATURE, cache=True, error_model="numpy")(write)
+    return compile_callback(_WRITE_SIGNATURE)(write)
 
 
 # ---------------------------------------------------------------- host side

@@ -6,10 +6,8 @@ Importing it loads Numba; `radixkv.attention` does so only when the backend is a
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +18,7 @@ from torch import Tensor
 from radixkv import costs, reference
 from radixkv.quant import SCALE_DTYPE, KVCodec, KVFormat, LayerPages
 from radixkv.reference import AttentionBatch, ScoreRule
-from radixkv_kernels import cpu
+from radixkv_kernels import compile_cache, cpu
 
 _FORMATS = {
     "int8": cpu.INT8,
@@ -167,9 +165,8 @@ def _worthwhile(
 
 def _cost_key(codec: KVCodec, group: int) -> str:
     spec, config = codec.spec, codec.config
-    build = zlib.crc32(Path(cpu.__file__).read_bytes())
     return (
-        f"cpu {cpu.processor()} {build:08x}: K {codec.k_format.name} {spec.head_dim}, "
+        f"cpu {cpu.processor()} {compile_cache.build()}: K {codec.k_format.name} {spec.head_dim}, "
         f"V {codec.v_format.name} {spec.v_head_dim}, {group} heads, pages of {config.page_size}, "
         f"rotated {codec.rotate_k:d}{codec.rotate_v:d}"
     )
