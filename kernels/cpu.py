@@ -42,9 +42,11 @@ import numba
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, cfunc, njit, types
+from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from radixkv_kernels.compile_cache import compile_callback
 
 INT8, FP8, FP8_E5M2, INT4, FLOAT32, FLOAT16, BFLOAT16 = range(7)
 CODE_BITS = (8, 8, 8, 4, 32, 16, 16)
@@ -74,6 +76,8 @@ _MAX_PAIR_DIM = 512  # 127 * 32767 * 512 just fits into int32; SPLIT rests on it
 _DECODE_LINE = 4 * (SPLIT + 4 * LANES)  # a row of scores: a block may end beyond the split
 _TILE_M = 8 if _WIDE or LANES == 4 else 4  # rows of one register tile of a matrix product
 
+_TANH_TERMS = (1.0, -1 / 3, 2 / 15, -17 / 315, 62 / 2835)  # of tanh(x) / x, in x * x
+_TANH_NEAR = 0.25  # up to here they are all of a float32
 _EXP_TERMS = (0.49999994, 0.16666521, 0.041668389, 0.0083687166, 0.0013814599)
 
 _I1, _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
@@ -1439,7 +1443,14 @@ def _cap(typingctx: Any, target: Any, cap: Any, num_vectors: Any):
             tanh = b.fdiv(b.fsub(_const(1.0), e), b.fadd(_const(1.0), e))
             size = b.fmul(tanh, cap)
             signed = b.select(b.fcmp_ordered("<", x, _const(0.0)), b.fneg(size), size)
-            _store(b, signed, target, at)
+            # 1 - e has no digits left of scores far below the cap: a series instead.
+            part = b.fdiv(x, cap)
+            square = b.fmul(part, part)
+            series = _const(_TANH_TERMS[-1])
+            for term in _TANH_TERMS[-2::-1]:
+                series = b.fadd(b.fmul(series, square), _const(term))
+            near = b.fcmp_ordered("<", square, _const(_TANH_NEAR**2))
+            _store(b, b.select(near, b.fmul(x, series), signed), target, at)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.float32, types.int64), codegen
@@ -1605,8 +1616,13 @@ def _count_non_finite(
     center: Any,
     center_bytes: Any,
     num_rows: Any,
+    factor: Any,
 ):
-    """1 if any element of ``num_rows`` float32 rows (less a center each) is NaN or Inf, else 0."""
+    """1 if any element of ``num_rows`` float32 rows (less a center each) is NaN or Inf, else 0.
+
+    Once it is multiplied with ``factor``, float32: a power of two, so that one overflows exactly
+    if it is too large.
+    """
     dim, is_centered = _literal(head_dim), _literal(centered)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
@@ -1617,11 +1633,12 @@ def _count_non_finite(
             center = _pointer(b, b.add(args[4], b.mul(loop.index, args[5])))
             for i, x in enumerate(_load_centered(b, dim, row, center if is_centered else None)):
                 place = sums[i % 2]
+                x = b.fmul(x, _splat(b, args[7], x.type.count))
                 b.store(b.fadd(b.load(place), b.fsub(x, x)), place)
         zeros = _fold(b, b.fadd(*(b.load(place) for place in sums)), _add)
         return b.zext(b.fcmp_unordered("uno", zeros, ir.Constant(_F32, 0.0)), _I64)
 
-    return types.int64(head_dim, centered, *[types.int64] * 5), codegen
+    return types.int64(head_dim, centered, *[types.int64] * 5, types.float32), codegen
 
 
 def _load_centered(b: Any, dim: int, row: Any, center: Any) -> list[Any]:
@@ -2665,7 +2682,7 @@ def make_decode(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, group: int) -> A
                             args.rotate_v,
                         )
 
-    return cfunc(_SIGNATURE, cache=True, error_model="numpy")(decode)
+    return compile_callback(_SIGNATURE)(decode)
 
 
 def _shared_layout(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> tuple[dict[str, int], int]:
@@ -2916,7 +2933,7 @@ def make_shared(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
                     )
                 split += 1
 
-    return cfunc(_SIGNATURE, cache=True, error_model="numpy")(shared)
+    return compile_callback(_SIGNATURE)(shared)
 
 
 def make_extend(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, shared: int = 0) -> Any:
@@ -3132,7 +3149,7 @@ def make_extend(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int, shared: int = 0)
                     args.rotate_v,
                 )
 
-    return cfunc(_SIGNATURE, cache=True, error_model="numpy")(extend)
+    return compile_callback(_SIGNATURE)(extend)
 
 
 def extend_rows(group: int) -> int:
@@ -3155,6 +3172,21 @@ def partial_floats(v_dim: int) -> int:
     return LANES * (1 + len(_pieces(v_dim)))
 
 
+def _overflow_factor(fmt: int, dim: int, rotate: bool) -> float:
+    """With what rows are multiplied so that those overflow that may not be finite as stored.
+
+    Exact but for FLOAT16 and BFLOAT16 pages, whose limits are no powers of two: rows that come
+    near them overflow as well. As `radixkv.quant.row_limit`.
+    """
+    block = dim & -dim
+    exponent = 127 if fmt != FLOAT32 or rotate else 128  # of the limit
+    if rotate:
+        exponent -= block.bit_length() - 1  # a rotation adds up so many before it scales them
+    if fmt == FLOAT16:
+        exponent = 15 - (block.bit_length() // 2 if rotate else 0)
+    return 2.0 ** (128 - exponent)
+
+
 def make_write(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
     """The kernel that checks rows of K and V, and rotates, quantizes and scatters them.
 
@@ -3165,10 +3197,14 @@ def make_write(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
     k_scales, k_row = num_scales(k_fmt, k_dim), _row_bytes(k_fmt, k_dim)
     v_scales, v_row = num_scales(v_fmt, v_dim), _row_bytes(v_fmt, v_dim)
     tokens_of_task = WRITE_TOKENS
+    k_plain, v_plain = (_overflow_factor(*form, False) for form in ((k_fmt, k_dim), (v_fmt, v_dim)))
+    k_turned, v_turned = (_overflow_factor(*f, True) for f in ((k_fmt, k_dim), (v_fmt, v_dim)))
 
     def write(pointer):  # type: ignore[no-untyped-def]
         args = carray(pointer, 1)[0]
         num_slots = args.num_pages * args.page_size
+        k_factor = np.float32(k_turned if args.rotate_k else k_plain)
+        v_factor = np.float32(v_turned if args.rotate_v else v_plain)
         while args.checks:
             task = _fetch_add(args.counters, 0)
             if task >= args.num_tasks:
@@ -3187,6 +3223,7 @@ def make_write(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
                     args.k_center,
                     args.k_center_head,
                     args.num_kv_heads,
+                    k_factor,
                 )
                 bad += _count_non_finite(
                     v_dim,
@@ -3196,6 +3233,7 @@ def make_write(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
                     0,
                     0,
                     args.num_kv_heads,
+                    v_factor,
                 )
             if bad > 0:
                 _put_i64(args.counters, 3, bad)
@@ -3236,7 +3274,7 @@ def make_write(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
                         v_factors + head * args.vs_head,
                     )
 
-    return cfunc(_WRITE_SIGNATURE, cache=True, error_model="numpy")(write)
+    return compile_callback(_WRITE_SIGNATURE)(write)
 
 
 # ---------------------------------------------------------------- host side
@@ -3880,7 +3918,7 @@ class Write:
         self._address = ctypes.addressof(self._record)
 
     def run(self, places: tuple[int, ...], k_center: torch.Tensor | None = None) -> bool:
-        """Write; False (nothing written) if not all rows are finite.
+        """Write; False (nothing written) if not all rows are finite, or may not be as stored.
 
         Args:
             places: `page_arguments` of the layer, whose pages are mutated.

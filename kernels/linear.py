@@ -22,11 +22,12 @@ from typing import Any
 import numba
 import numpy as np
 from llvmlite import ir
-from numba import carray, cfunc, njit, types
+from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from radixkv_kernels import cpu
+from radixkv_kernels.compile_cache import compile_callback
 from radixkv_kernels.cpu import LANES, _fetch_add
 
 _I1, _I32, _I64, _F32 = ir.IntType(1), ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -402,7 +403,7 @@ def make_program() -> Any:
                             )  # fmt: skip
             _fetch_add(counters, 1)
 
-    return cfunc(_SIGNATURE, cache=True, error_model="numpy")(program)
+    return compile_callback(_SIGNATURE)(program)
 
 
 # -- host side -----------------------------------------------------------------------------------

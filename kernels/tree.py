@@ -40,9 +40,11 @@ COMPILED = not __name__.endswith("_plain")
 if COMPILED:
     try:
         from llvmlite import ir
-        from numba import njit, types
+        from numba import types
         from numba.core import cgutils
         from numba.extending import intrinsic
+
+        from radixkv_kernels.compile_cache import compile_lazily
     except ImportError:
         COMPILED = False
 
@@ -85,7 +87,7 @@ Array = Any
 def _jit(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile what is called from Python."""
     if COMPILED:
-        return njit(cache=True, error_model="numpy", _nrt=False)(function)
+        return compile_lazily(function, error_model="numpy", _nrt=False)
 
     @functools.wraps(function)
     def on_memory(*arguments: Any) -> Any:
@@ -99,14 +101,14 @@ def _inline(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile what is called from here alone, into its callers: a call costs more than it does."""
     if not COMPILED:
         return function
-    return njit(
-        cache=True,
+    return compile_lazily(
+        function,
         error_model="numpy",
         _nrt=False,  # nothing is allocated, so no references need to be counted
         forceinline=True,
         no_cpython_wrapper=True,
         no_cfunc_wrapper=True,
-    )(function)
+    )
 
 
 if COMPILED:

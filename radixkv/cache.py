@@ -8,7 +8,6 @@ copied first. What is committed becomes findable; what is not is freed on releas
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import threading
 import time
@@ -16,7 +15,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence, Sized
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from heapq import heappop, heappush
 from pathlib import Path
 from types import TracebackType
@@ -44,6 +43,7 @@ from radixkv.quant import KVCodec, KVSpec, LayerPages
 from radixkv.radix import NamespaceStats, RadixTree, Tokens, decode_tokens, namespace_key
 from radixkv.reference import AttentionBatch, ScoreRule
 
+_RULE_FIELDS = {field.name for field in fields(ScoreRule)} - {"softmax_scale"}
 _DEFAULT_CAPACITY_SHARE = 4  # capacity=None: a quarter of the free memory
 
 
@@ -215,7 +215,8 @@ class Lease:
             k: [pending tokens, num_kv_heads, head_dim]; v: the same with v_head_dim.
         Raises:
             ValueError: another shape, or a layer that is not there.
-            NonFiniteError: NaN or Inf in k or v; nothing is stored.
+            NonFiniteError: NaN or Inf in k or v, or a number that the pages cannot hold (above
+                65504 in float16); the tokens count as not written.
             CapacityError: a shared page had to be copied and no page is left.
         """
         self._require_open()
@@ -259,6 +260,8 @@ class Lease:
             rule: other fields of `radixkv.reference.ScoreRule`.
         Returns:
             [new tokens, num_q_heads, v_head_dim], q's dtype.
+        Raises:
+            ValueError, TypeError: as `PrefixCache.attend_batch`.
         """
         return self._cache.attend_batch(layer, q, [self], softmax_scale=softmax_scale, **rule)
 
@@ -786,9 +789,19 @@ class PrefixCache:
         Returns:
             [same, num_q_heads, v_head_dim], q's dtype.
         Raises:
-            ValueError: rows that do not add up, or tokens without KV in this layer.
+            ValueError, TypeError: rows that do not add up, tokens without KV in this layer, a
+                field of the rule that can't be; nothing has run.
         """
         layer_idx = self._require_layer(layer)
+        if softmax_scale is None:
+            softmax_scale = self.spec.head_dim**-0.5
+        unknown = rule.keys() - _RULE_FIELDS
+        if unknown:
+            raise TypeError(
+                f"attend: expected fields of ScoreRule ({', '.join(sorted(_RULE_FIELDS))}), got "
+                f"{', '.join(sorted(unknown))}; remove or rename them"
+            )
+        score_rule = ScoreRule(softmax_scale=softmax_scale, **rule)
         _require_floats("q", q, self.device)
         spec = self.spec
         if (
@@ -801,7 +814,13 @@ class PrefixCache:
                 f"q: expected shape [tokens, a multiple of {spec.num_kv_heads} heads, "
                 f"{spec.head_dim}], got {list(q.shape)}"
             )
-        if query_lens is None:
+        score_rule.require_heads(q.shape[1], q.device)
+        for lease in leases:
+            if not isinstance(lease, Lease):
+                raise TypeError(f"leases: expected leases, got {lease!r}; use cache.acquire()")
+        if query_lens is not None:
+            query_lens = [require_int("query_lens", rows, 0) for rows in query_lens]
+        else:
             if len(leases) == 1:
                 query_lens = [q.shape[0]]
             else:
@@ -811,9 +830,6 @@ class PrefixCache:
                 f"q: expected {list(query_lens)} rows for {len(leases)} leases, got {q.shape[0]}; "
                 f"say how many are whose with query_lens"
             )
-        scale = self.spec.head_dim**-0.5
-        if softmax_scale is not None:
-            scale = require_real("softmax_scale", softmax_scale, -math.inf)
         with self._guard:
             for lease, rows in zip(leases, query_lens, strict=True):
                 lease._require_open()
@@ -838,9 +854,7 @@ class PrefixCache:
             else:
                 batch = self._attention_batch(leases, query_lens)
             pages = self.storage.layer(layer_idx)
-        return self.backend.paged_attention(
-            self.codec, pages, q, batch, ScoreRule(softmax_scale=scale, **rule)
-        )
+        return self.backend.paged_attention(self.codec, pages, q, batch, score_rule)
 
     def _attention_batch(
         self, leases: Sequence[Lease], query_lens: Sequence[int]

@@ -6,10 +6,8 @@ Importing it loads Numba; `radixkv.attention` does so only when the backend is a
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +18,7 @@ from torch import Tensor
 from radixkv import costs, reference
 from radixkv.quant import SCALE_DTYPE, KVCodec, KVFormat, LayerPages
 from radixkv.reference import AttentionBatch, ScoreRule
-from radixkv_kernels import cpu
+from radixkv_kernels import compile_cache, cpu
 
 _FORMATS = {
     "int8": cpu.INT8,
@@ -94,16 +92,9 @@ def write_kv(
     center = None if k_center is None else _rows(k_center)
     rows = (_rows(k), _rows(v))
     if not cpu.write(_places(layer), formats, slots, *rows, rotate=rotate, k_center=center):
-        _refuse_rows(codec, k, v, layer_idx, k_center)
-
-
-def _refuse_rows(
-    codec: KVCodec, k: Tensor, v: Tensor, layer_idx: int, k_center: Tensor | None
-) -> None:
-    """Raise what the plain twin does, which names the heads (before it writes, too)."""
-    k = k if k_center is None else k.float() - k_center
-    reference.encode_rows(codec.k_format, False, k, name="K", layer_idx=layer_idx)
-    reference.encode_rows(codec.v_format, False, v, name="V", layer_idx=layer_idx)
+        # Its plain twin names the heads of rows that are refused, before it writes, too; and it
+        # writes rows that are only near what the kernel takes for too large.
+        reference.write_kv(codec, layer, slot_mapping, k, v, layer_idx=layer_idx, k_center=k_center)
 
 
 def _plan(codec: KVCodec, batch: AttentionBatch, group: int) -> cpu.Plan:
@@ -167,9 +158,8 @@ def _worthwhile(
 
 def _cost_key(codec: KVCodec, group: int) -> str:
     spec, config = codec.spec, codec.config
-    build = zlib.crc32(Path(cpu.__file__).read_bytes())
     return (
-        f"cpu {cpu.processor()} {build:08x}: K {codec.k_format.name} {spec.head_dim}, "
+        f"cpu {cpu.processor()} {compile_cache.build()}: K {codec.k_format.name} {spec.head_dim}, "
         f"V {codec.v_format.name} {spec.v_head_dim}, {group} heads, pages of {config.page_size}, "
         f"rotated {codec.rotate_k:d}{codec.rotate_v:d}"
     )
@@ -264,7 +254,7 @@ def paged_attention(
     out: Tensor = _step_of(codec, batch, q).attend(
         _places(layer),
         _rows(q),
-        *_terms(rule),
+        *_terms(rule, q),
     )
     return out if out.dtype is q.dtype else out.to(q.dtype)
 
@@ -289,27 +279,33 @@ def prepare(
     def run(layer: LayerPages, layer_idx: int, k_center: Tensor | None, rule: ScoreRule) -> None:
         places = _places(layer)
         if not write(places, k_center):
-            _refuse_rows(codec, k, v, layer_idx, k_center)
-        attend(places, *_terms(rule))
+            reference.write_kv(codec, layer, slots, k, v, layer_idx=layer_idx, k_center=k_center)
+        attend(places, *_terms(rule, q))
 
     return run
 
 
-def _terms(rule: ScoreRule) -> tuple[float, int, float, Tensor | None, Tensor | None]:
-    """A rule in the kernels' words."""
-    known: tuple[float, int, float, Tensor | None, Tensor | None] | None
-    known = rule.__dict__.get("_cpu_terms")
-    if known is None:
-        sinks, slopes = (
-            None if one is None else one.detach().float().contiguous()
-            for one in (rule.sinks, rule.alibi_slopes)
-        )
-        known = (rule.softmax_scale, rule.sliding_window or 0, rule.softcap or 0.0, sinks, slopes)
-        if (sinks is None or sinks is rule.sinks) and (
-            slopes is None or slopes is rule.alibi_slopes
-        ):
-            rule.__dict__["_cpu_terms"] = known
-    return known
+_Terms = tuple[float, int, float, Tensor | None, Tensor | None]
+
+
+def _terms(rule: ScoreRule, q: Tensor) -> _Terms:
+    """A rule in the kernels' words, once it is known to fit the heads of q."""
+    known: tuple[int, _Terms] | None = rule.__dict__.get("_cpu_terms")
+    if known is not None and known[0] == q.shape[1]:
+        return known[1]
+    rule.require_heads(q.shape[1], q.device)
+    sinks, slopes = (
+        None if one is None else one.detach().float().contiguous()
+        for one in (rule.sinks, rule.alibi_slopes)
+    )
+    terms = (rule.softmax_scale, rule.sliding_window or 0, rule.softcap or 0.0, sinks, slopes)
+    if all(
+        mine is None or mine.data_ptr() == own.data_ptr()  # a copy would not see later changes
+        for mine, own in ((sinks, rule.sinks), (slopes, rule.alibi_slopes))
+        if own is not None
+    ):
+        rule.__dict__["_cpu_terms"] = (q.shape[1], terms)
+    return terms
 
 
 def _step_of(codec: KVCodec, batch: AttentionBatch, q: Tensor) -> cpu.Step:

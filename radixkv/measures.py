@@ -25,6 +25,7 @@ from torch import nn
 
 from radixkv.fingerprint import fingerprint
 from radixkv.models import cache_dir, write_whole
+from radixkv_kernels import sources
 
 FOLDER_NAME = "measured"
 MAX_FILES = 32
@@ -96,17 +97,9 @@ def _put_by_others(module: nn.Module) -> dict[str, Any]:
 def _name(model: nn.Module) -> str:
     """One name for all that a measurement of ``model`` depends on."""
     digest = xxhash.xxh3_128(json.dumps(fingerprint(model), sort_keys=True).encode())
-    for folder in (Path(__file__).parent, _kernels()):
-        for file in sorted(folder.glob("*.py")):
-            digest.update(file.read_bytes())
+    digest.update(sources.digest_of(Path(__file__).parent, sources.FOLDER).encode())
     digest.update(repr(_surroundings(model)).encode())
     return digest.hexdigest()
-
-
-def _kernels() -> Path:
-    import radixkv_kernels
-
-    return Path(next(iter(radixkv_kernels.__path__)))
 
 
 def _surroundings(model: Any) -> list[Any]:

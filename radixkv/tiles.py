@@ -2,12 +2,14 @@
 
 A tile changes in which order a sum is taken, so it must not depend on the batch: it is chosen by
 kernel, format, head size, query group and device alone. Nothing is tuned unless asked for
-(`tune`, on a GPU): results stay the same from run to run.
+(`tune`, on a GPU): results stay the same from run to run. An entry is of the kernels that it was
+measured with: once their sources change it counts no more.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,12 +19,20 @@ from pathlib import Path
 
 import torch
 
+from radixkv.models import cache_dir, write_whole
 from radixkv.quant import KVCodec
+from radixkv_kernels import sources
 
+FILE_NAME = "tiles-v2.json"
+MAX_ENTRIES = 512
 TILED_KERNELS = ("decode", "shared", "extend")
 WARP_SIZE = 64 if torch.version.hip else 32
 """Of the GPUs that this build of torch is for."""
 _forced: dict[str, Tile] = {}
+_LEAST_ROWS = 16  # what a tensor core takes
+_MOST_ROWS, _MOST_WARPS, _MOST_STAGES = 1024, 32, 16  # far beyond any candidate
+
+logger = logging.getLogger("radixkv")
 
 
 @dataclass(frozen=True)
@@ -76,23 +86,58 @@ def candidates(
 def _key(kernel: str, codec: KVCodec, group: int, device_name: str) -> str:
     k, v = codec.k_format, codec.v_format
     parts = (device_name, kernel, k.name, v.name, k.head_dim, v.head_dim, codec.spec.dtype, group)
-    return " ".join(map(str, (*parts, codec.config.page_size)))
+    return " ".join(map(str, (*parts, codec.config.page_size, sources.digest())))
 
 
 def table_path() -> Path:
-    """Where tuned entries are kept: RADIXKV_TILES, or a file of the user's cache folder."""
-    named = os.environ.get("RADIXKV_TILES")
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(named) if named else home / "radixkv" / "tiles-v1.json"
+    """Where tuned entries are kept: RADIXKV_TILES, or a file in `radixkv.models.cache_dir`."""
+    named, *folders = map(os.environ.get, ("RADIXKV_TILES", "RADIXKV_CACHE_DIR", "XDG_CACHE_HOME"))
+    return _table_path(named, *folders)
+
+
+@cache  # looked up at each attention
+def _table_path(named: str | None, *_folders: str | None) -> Path:
+    return Path(named) if named else cache_dir() / FILE_NAME
+
+
+def _parse_tile(fields: object) -> Tile:
+    """The tile of one entry.
+
+    Raises:
+        ValueError, TypeError: it is none.
+    """
+    tile = Tile(**fields)  # type: ignore[arg-type]
+    most = {
+        "block_m": _MOST_ROWS,
+        "block_n": _MOST_ROWS,
+        "num_warps": _MOST_WARPS,
+        "num_stages": _MOST_STAGES,
+    }
+    for name, value in asdict(tile).items():
+        if type(value) is not int or not 1 <= value <= most[name]:
+            raise ValueError(f"{name}: expected 1 to {most[name]}, got {value!r}")
+        if name != "num_stages" and value & (value - 1):
+            raise ValueError(f"{name}: expected a power of two, got {value}")
+    if min(tile.block_m, tile.block_n) < _LEAST_ROWS:
+        raise ValueError(f"block_m, block_n: expected at least {_LEAST_ROWS}, got {tile}")
+    return tile
 
 
 @cache
 def _read_table(path: Path) -> dict[str, Tile]:
-    """Tuned entries; a file that is not there or not ours counts as empty."""
+    """Tuned entries; what is damaged counts as none, and the log says so once."""
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
-        return {key: Tile(**fields) for key, fields in entries.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
+        return {str(key): _parse_tile(fields) for key, fields in entries.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        logger.warning(
+            "%s: cannot be read (%s: %s); the shipped tiles are used. Tune again, or remove it",
+            path,
+            type(error).__name__,
+            error,
+        )
         return {}
 
 
@@ -135,6 +180,10 @@ def tune(
     Args:
         measure: seconds that a tile takes; a tile that raises is passed over.
 
+    Raises:
+        RuntimeError: no tile runs on the device.
+        OSError: the table cannot be written.
+
     Complexity: one call of ``measure`` a candidate.
     """
     times: dict[Tile, float] = {}
@@ -147,12 +196,11 @@ def tune(
     if not times:
         raise RuntimeError(f"tune: no tile of {kernel} runs on {device}") from refused[0]
     best = min(times, key=lambda tile: times[tile])
-    path = table_path()
-    table = _read_table(path) | {_key(kernel, codec, group, _device_name(device)): best}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.{os.getpid()}")
-    text = json.dumps({key: asdict(tile) for key, tile in table.items()}, indent=1)
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+    path, key = table_path(), _key(kernel, codec, group, _device_name(device))
+    _read_table.cache_clear()  # another process may have added to it
+    entries = {**_read_table(path), key: best}
+    newest = dict(list(entries.items())[-MAX_ENTRIES:])
+    text = json.dumps({key: asdict(tile) for key, tile in newest.items()}, indent=1)
+    write_whole(path, text.encode())
     _read_table.cache_clear()
     return best

@@ -565,6 +565,14 @@ def test_without_a_place_to_keep_them_costs_are_measured_for_the_process(
     assert "measured for this process only" in caplog.text
 
 
+def test_costs_are_of_one_build_of_all_kernels(monkeypatch) -> None:
+    codec = KVCodec(KVSpec(num_layers=1, num_kv_heads=2, head_dim=32), KVConfig())
+    before = cpu_backend._cost_key(codec, 2)
+    assert cpu_backend._cost_key(codec, 2) == before
+    monkeypatch.setattr(cpu_backend.compile_cache, "build", lambda: "another")
+    assert cpu_backend._cost_key(codec, 2) != before
+
+
 @pytest.mark.parametrize(("saved_s", "expected"), [(1.0, 1), (-1.0, 0)])
 def test_runs_are_shared_where_it_pays(no_costs, monkeypatch, saved_s, expected) -> None:
     cost = costs.SharingCost(saved_s, 0.0, 0.0)

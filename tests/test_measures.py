@@ -164,3 +164,21 @@ def test_the_oldest_files_go(tmp_path: Path) -> None:
         measures.Measures(tmp_path / f"{i:04d}.msgpack").put("name", b"value")
     assert len(list(tmp_path.glob("*"))) == measures.MAX_FILES
     assert measures.Measures(tmp_path / f"{i:04d}.msgpack").get("name") == b"value"
+
+
+def test_what_is_kept_is_named_by_every_source_of_library_and_kernels(
+    tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama")
+    before = measures._name(model)
+    asked: list[Path] = []
+
+    def digest_of(*folders: Path) -> str:
+        asked.extend(folders)
+        return "of other sources"
+
+    assert measures._name(model) == before
+    monkeypatch.setattr(measures.sources, "digest_of", digest_of)
+    assert measures._name(model) != before
+    root = Path(__file__).resolve().parent.parent
+    assert asked == [root / "radixkv", root / "kernels"]

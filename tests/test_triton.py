@@ -20,6 +20,7 @@ from radixkv.compiled import CompileJob, compile_kernel, faults_of
 from radixkv.config import KVConfig
 from radixkv.errors import UnsupportedModelError
 from radixkv.graphs import DecodeGraphs
+from radixkv.models import cache_dir
 from radixkv.quant import KVCodec, KVSpec
 from radixkv.reference import AttentionBatch
 from radixkv.tiles import Tile
@@ -160,13 +161,63 @@ def test_the_fastest_tile_is_kept_on_disk_and_used_from_then_on(codec):
     assert tiles.find_tile("decode", codec, 4, CPU) == others[1]  # entries are added
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"a": 1}', '{"a": {"block_m": 1}}', "\0"])
-def test_a_table_that_is_not_ours_counts_as_empty(codec, text):
+GOOD = '{"block_m": 16, "block_n": 64, "num_warps": 4, "num_stages": 2}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"a": 1}',
+        '{"a": {"block_m": 1}}',
+        "\0",
+        '{"a": ' + GOOD,
+        *(
+            '{"a": ' + GOOD.replace(*change) + "}"
+            for change in (
+                ("16", "24"), ("16", "0"), ("16", "8"), ("64", "64.0"), ("64", '"64"'),
+                ("64", "-64"), ("64", "1048576"), ("4,", "true,"), ("2}", "0}"), ("2}", "NaN}"),
+                ("block_n", "block_k"),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_a_table_that_is_not_ours_counts_as_empty_and_is_named_once(codec, text, caplog):
     path = tiles.table_path()
     path.parent.mkdir(parents=True)
     path.write_text(text)
     tiles._read_table.cache_clear()
+    for _ in range(2):
+        found = tiles.find_tile("decode", codec, 4, CPU)
+        assert found == tiles.shipped_tile("decode", "int8", 64)
+    (told,) = caplog.messages
+    assert told.startswith(f"{path}: cannot be read")
+
+
+def test_a_table_that_is_not_there_is_nothing_to_tell(codec, caplog):
+    tiles._read_table.cache_clear()
     assert tiles.find_tile("decode", codec, 4, CPU) == tiles.shipped_tile("decode", "int8", 64)
+    assert not caplog.messages
+
+
+def test_tuned_tiles_are_kept_in_the_cache_folder(codec, tmp_path, monkeypatch):
+    monkeypatch.delenv("RADIXKV_TILES")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    monkeypatch.setenv("RADIXKV_CACHE_DIR", str(tmp_path / "own"))
+    tiles.tune("decode", codec, 4, CPU, lambda tile: float(tile.num_warps))
+    assert [path.parent for path in tmp_path.rglob("*.json")] == [cache_dir()]
+    assert tiles.table_path() == tmp_path / "own" / tiles.FILE_NAME
+    monkeypatch.delenv("RADIXKV_CACHE_DIR")
+    assert tiles.table_path() == tmp_path / "user" / "radixkv" / tiles.FILE_NAME
+
+
+def test_a_tile_that_was_tuned_for_other_kernels_counts_no_more(codec, monkeypatch):
+    shipped, other, *_ = tiles.candidates("decode", "int8", 64)
+    assert tiles.tune("decode", codec, 4, CPU, lambda tile: float(tile != other)) == other
+    assert tiles.find_tile("decode", codec, 4, CPU) == other
+    monkeypatch.setattr(tiles.sources, "digest", lambda: "of other sources")
+    assert tiles.find_tile("decode", codec, 4, CPU) == shipped
 
 
 def test_a_device_that_no_tile_fits_is_named(codec):
