@@ -165,6 +165,7 @@ class TextStream:
         tokenizer: of transformers; None gives no text.
         skip_special_tokens: leave special tokens out.
         stop: strings that end the text; none is ever part of it.
+        after: the tokens that stand before: what they make of the first token counts.
     Raises:
         ValueError: stop strings without a tokenizer, or an empty one.
 
@@ -178,6 +179,7 @@ class TextStream:
         *,
         skip_special_tokens: bool = True,
         stop: Sequence[str] = (),
+        after: Sequence[int] = (),
     ) -> None:
         if tokenizer is None and stop:
             raise ValueError(
@@ -414,9 +416,15 @@ def _render_chat(tokenizer: Any, chat: Sequence[Any], name: str, **options: Any)
             ) from error
 
 
-def encode_continuation(tokenizer: Any, tail: object, *, vocab_size: int) -> list[int]:
+def encode_continuation(
+    tokenizer: Any, tail: object, *, after: Sequence[int], vocab_size: int
+) -> list[int]:
     """Token ids of text or ids that go on where other tokens end: no special tokens are added.
 
+    Args:
+        tail: text or token ids.
+        after: the tokens that stand before; empty where a text begins.
+        vocab_size: ids must be below it.
     Raises:
         TypeError, ValueError: as `encode_prompt`; a chat or an empty continuation too.
     """
