@@ -862,6 +862,7 @@ class Engine:
         conversation: Conversation | None,
         *,
         ended: bool,
+        shows_special: bool,
     ) -> tuple[list[int], Conversation | None]:
         """All tokens of a branch that goes on with ``tail``, and its chat where that is known.
 
@@ -870,6 +871,7 @@ class Engine:
         Args:
             conversation: the branch's chat so far.
             ended: the last token ended a sample, and is no text.
+            shows_special: special tokens inside the last answer are part of its text.
         """
         if is_chat(tail):
             return continue_conversation(
@@ -878,6 +880,7 @@ class Engine:
                 tail,
                 conversation=conversation,
                 ended=ended,
+                shows_special=shows_special,
                 eos_token_ids=self.eos_token_ids,
                 vocab_size=self.vocab_size,
             )
