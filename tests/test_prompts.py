@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -71,13 +72,14 @@ class Model:
     [
         (Model(Source(None)), None, set()),
         (Model(Source(2)), None, {2}),
-        (Model(Source(2), Source([5, 6])), Source(7), {2, 5, 6, 7}),
+        (Model(Source(2), Source([5, 6])), Source(7), {5, 6, 7}),
+        (Model(Source(2), Source(torch.tensor([5]))), Source(5), {5}),
         (Model(Source(None), Source(None)), Source(7), {7}),
         (Model(Source(None, Source([3]))), Source(None), {3}),
         (Model(Source(99), Source((-1, 4))), Source(10), {4}),
     ],
 )
-def test_end_tokens_are_those_of_all_who_name_one(
+def test_end_tokens_are_the_models_and_the_tokenizers(
     model: Any, tokenizer: Any, expected: set[int]
 ) -> None:
     assert _eos_token_ids(model, tokenizer, vocab_size=10) == expected
