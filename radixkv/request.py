@@ -29,7 +29,7 @@ from radixkv.errors import EngineClosedError, RadixKVError
 from radixkv.guided import Guide
 from radixkv.sampling import Sampled, SamplerRow, fresh_seed, top_logprobs
 from radixkv.scheduler import Output, Scheduler, Sequence
-from radixkv.text import TextStream
+from radixkv.text import TextEnd, TextStream
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -389,6 +389,10 @@ class SampleRequest(Request):
         self._stop_ids = set(params.stop_token_ids)
         if not params.ignore_eos:
             self._stop_ids |= set(eos_token_ids)
+        after: list[int] | TextEnd = prompt_token_ids
+        if tokenizer is not None:
+            skip = params.skip_special_tokens
+            after = TextEnd(tokenizer, prompt_token_ids, skip_special_tokens=skip)
         self._samples = [
             _SampleState(
                 SamplerRow(
@@ -398,6 +402,7 @@ class SampleRequest(Request):
                     tokenizer,
                     skip_special_tokens=params.skip_special_tokens,
                     stop=params.stop if tokenizer is not None else (),
+                    after=after,
                 ),
             )
             for i in range(params.n)
@@ -494,7 +499,8 @@ class SampleRequest(Request):
             seq.token_ids.append(token_id)
         else:
             state.finish_reason = reason
-            text += self._show(state) + state.stream.finish()
+            text += self._show(state)
+            text += state.stream.finish(end_token_id=token_id if reason == "stop" else None)
             if state.stream.stopped is not None:  # by the last characters, which were held back
                 reason = state.finish_reason = "stop"
                 state.stop_reason = state.stream.stopped
@@ -658,7 +664,11 @@ class BeamRequest(Request):
         return Result(self.prompt_token_ids, samples, self.cached_tokens, None, self.metrics)
 
     def _text(self, token_ids: list[int], *, ended: bool) -> str:
-        stream = TextStream(self._tokenizer, skip_special_tokens=self.params.skip_special_tokens)
+        stream = TextStream(
+            self._tokenizer,
+            skip_special_tokens=self.params.skip_special_tokens,
+            after=self.prompt_token_ids,
+        )
         return stream.push(token_ids[:-1] if ended else token_ids) + stream.finish()
 
 
