@@ -52,6 +52,7 @@ PUBLIC_NAMES = [
 # A module may import those before it, never those after it.
 IMPORT_ORDER = [
     "errors",
+    "names",
     "config",
     "models",
     "radix",
@@ -82,6 +83,7 @@ IMPORT_ORDER = [
     "scheduler",
     "request",
     "branch",
+    "checkpoint",
     "engine",
     "metrics",
     "bench_load",
