@@ -98,6 +98,7 @@ IMPORT_ORDER = [
     "quality",
     "memory",
     "bench_engine",
+    "adapters",
     "langchain",
     "llama_index",
     "lm_eval",
