@@ -398,6 +398,7 @@ class SampleRequest(Request):
                     tokenizer,
                     skip_special_tokens=params.skip_special_tokens,
                     stop=params.stop if tokenizer is not None else (),
+                    after=prompt_token_ids,
                 ),
             )
             for i in range(params.n)
@@ -494,7 +495,8 @@ class SampleRequest(Request):
             seq.token_ids.append(token_id)
         else:
             state.finish_reason = reason
-            text += self._show(state) + state.stream.finish()
+            text += self._show(state)
+            text += state.stream.finish(end_token_id=token_id if reason == "stop" else None)
             if state.stream.stopped is not None:  # by the last characters, which were held back
                 reason = state.finish_reason = "stop"
                 state.stop_reason = state.stream.stopped
@@ -658,7 +660,11 @@ class BeamRequest(Request):
         return Result(self.prompt_token_ids, samples, self.cached_tokens, None, self.metrics)
 
     def _text(self, token_ids: list[int], *, ended: bool) -> str:
-        stream = TextStream(self._tokenizer, skip_special_tokens=self.params.skip_special_tokens)
+        stream = TextStream(
+            self._tokenizer,
+            skip_special_tokens=self.params.skip_special_tokens,
+            after=self.prompt_token_ids,
+        )
         return stream.push(token_ids[:-1] if ended else token_ids) + stream.finish()
 
 
