@@ -69,6 +69,19 @@ def merge_params(where: str, given: Mapping[str, Any], own: Collection[str]) -> 
     return fields
 
 
+def one_sample(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a call that streams, with the one sample that a stream takes.
+
+    Raises:
+        ValueError: the call itself asks for more.
+    """
+    if fields.get("n", 1) not in (1, None):
+        raise ValueError(
+            f"n: expected 1 for a stream, got {fields['n']!r}; call without streaming for more"
+        )
+    return {**fields, "n": 1}
+
+
 class _Model:
     """One engine's model as a name that lasts, made again where the model was changed."""
 

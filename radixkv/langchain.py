@@ -18,7 +18,7 @@ from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from langchain_core.prompt_values import ChatPromptValue, ImagePromptValue, PromptValue
 from pydantic import Field, InstanceOf
 
-from radixkv.adapters import answer_key, merge_params
+from radixkv.adapters import answer_key, merge_params, one_sample
 from radixkv.config import SamplingParams
 from radixkv.engine import Engine
 from radixkv.request import Delta, Result
@@ -162,7 +162,7 @@ class RadixKVLLM(BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[GenerationChunk]:
-        params = self._sampling(stop, {**kwargs, "n": _one_sample(kwargs)})
+        params = self._sampling(stop, one_sample(kwargs))
         with self.engine.stream(prompt, params, namespace=self.namespace) as deltas:
             for delta in deltas:
                 chunk = _as_chunk(delta)
@@ -177,7 +177,7 @@ class RadixKVLLM(BaseLLM):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[GenerationChunk]:
-        params = self._sampling(stop, {**kwargs, "n": _one_sample(kwargs)})
+        params = self._sampling(stop, one_sample(kwargs))
         async for delta in self.engine.astream(prompt, params, namespace=self.namespace):
             chunk = _as_chunk(delta)
             if run_manager is not None:
@@ -190,12 +190,6 @@ _CALL_OPTIONS = ("tags", "metadata", "run_name", "run_id")
 # Fields of a message that say nothing to a model, and those that LangChain writes into the text.
 _SAYS_NOTHING = {"refusal", "parsed"}
 _WRITTEN = {"function_call"}
-
-
-def _one_sample(kwargs: dict[str, Any]) -> int:
-    if kwargs.get("n", 1) not in (1, None):
-        raise ValueError(f"n: expected 1 for a stream, got {kwargs['n']!r}; use generate or batch")
-    return 1
 
 
 def _require_flat(prompt: PromptValue) -> None:

@@ -21,8 +21,14 @@ with warnings.catch_warnings():
     from langchain_core.globals import set_llm_cache
     from langchain_core.messages import AIMessage, FunctionMessage, HumanMessage, ToolMessage
     from langchain_core.prompt_values import ChatPromptValue, ImagePromptValue
+    from llama_index.core.base.llms import types as blocks
+    from llama_index.core.extractors import TitleExtractor
+    from llama_index.core.ingestion import IngestionCache, IngestionPipeline
+    from llama_index.core.llms import ChatMessage
+    from llama_index.core.schema import TextNode
 
     from radixkv.langchain import RadixKVLLM as ChainLLM
+    from radixkv.llama_index import RadixKVLLM as IndexLLM
 
 KV = KVConfig(dtype="model", page_size=4, capacity="4MiB")
 CONFIG = dict(
@@ -341,3 +347,174 @@ def test_a_stop_of_langchain_may_be_one_string(engines: list[Engine]) -> None:
     expected = engine.generate("x", **GREEDY, stop=stop).text
     assert llm.invoke("x", stop=stop) == llm.invoke("x", stop=[stop]) == expected
     assert "".join(llm.stream("x", stop=stop)) == expected
+
+
+# A3, A4 and caches, by LlamaIndex
+
+TOOLS_TEMPLATE = (
+    "{% for m in messages %}<|r|>{{ m['role'] }}\n"
+    "{% if m.reasoning_content %}[{{ m.reasoning_content }}]{% endif %}{{ m['content'] }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments.a }})"
+    "{% if c.id %}#{{ c.id }}{% endif %}{% endfor %}"
+    "{% if m.tool_call_id %}@{{ m.tool_call_id }}{% endif %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|r|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tools_llm() -> Iterator[Any]:
+    """An LLM whose template writes calls, ids and thoughts."""
+    with Engine(llama(0), make_tokenizer(template=TOOLS_TEMPLATE), kv=KV) as engine:
+        yield IndexLLM(engine=engine, **GREEDY)
+
+
+def prompt_of(llm: Any, messages: list[Any]) -> str:
+    """What the model reads for a chat, up to the answer."""
+    result = llm.chat(messages).raw
+    text: str = llm.engine.tokenizer.decode(result.prompt_token_ids)
+    return text.removesuffix("<|r|>assistant\n")
+
+
+def chat_calls(llm: Any, messages: list[Any], **fields: Any) -> list[Callable[[], Any]]:
+    """One chat on each road."""
+
+    async def collect() -> Any:
+        return [piece async for piece in await llm.astream_chat(messages, **fields)]
+
+    return [
+        lambda: llm.chat(messages, **fields),
+        lambda: list(llm.stream_chat(messages, **fields)),
+        lambda: asyncio.run(llm.achat(messages, **fields)),
+        lambda: asyncio.run(collect()),
+    ]
+
+
+NO_TEXT = [
+    blocks.ImageBlock(image=b"\x89PNG"),
+    blocks.ImageBlock(url="http://x/y.png"),
+    blocks.AudioBlock(audio=b"RIFF", format="wav"),
+    blocks.VideoBlock(url="http://x/y.mp4"),
+    blocks.DocumentBlock(data=b"%PDF", title="t"),
+    blocks.CitableBlock(title="t", source="s", content="text"),
+    blocks.CitationBlock(title="t", source="s", cited_content="text", additional_location_info={}),
+]
+
+
+@pytest.mark.parametrize("block", NO_TEXT, ids=lambda block: block.block_type)
+def test_llama_index_refuses_a_block_that_is_no_text_by_its_kind(
+    tools_llm: Any, block: Any
+) -> None:
+    messages = [
+        ChatMessage("hi"),
+        ChatMessage(role="user", blocks=[blocks.TextBlock(text="look"), block]),
+    ]
+    for call in chat_calls(tools_llm, messages):
+        with pytest.raises(ValueError, match=f"block of type '{block.block_type}' in message 1"):
+            call()
+
+
+def test_every_kind_of_block_is_sent_or_refused() -> None:
+    """A kind that comes with another version of the package must be thought about here."""
+    union = blocks.ChatMessage.model_fields["blocks"].annotation.__args__[0].__origin__
+    kinds = {kind.__name__ for kind in union.__args__}
+    sent = {"TextBlock", "CachePoint", "ThinkingBlock", "ToolCallBlock"}
+    assert kinds - sent == {type(block).__name__ for block in NO_TEXT}
+
+
+def test_llama_index_sends_calls_ids_and_thoughts_where_the_template_has_a_place(
+    tools_llm: Any, engines: list[Engine]
+) -> None:
+    call = blocks.ToolCallBlock(tool_call_id="c1", tool_name="add", tool_kwargs={"a": 7})
+    text = blocks.ToolCallBlock(tool_name="sub", tool_kwargs='{"a": 8}')
+    old = {"id": "c2", "type": "function", "function": {"name": "mul", "arguments": '{"a": 9}'}}
+    same = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 7}'}}
+    point = blocks.CachePoint(cache_control=blocks.CacheControl(type="ephemeral"))
+    messages = [
+        ChatMessage(role="user", blocks=[blocks.TextBlock(text="one"), point]),
+        ChatMessage(
+            role="assistant",
+            blocks=[blocks.ThinkingBlock(content="hm"), call, text],
+            additional_kwargs={"tool_calls": [old, same], "refusal": None},
+        ),
+        ChatMessage(role="tool", content="16", additional_kwargs={"tool_call_id": "c1"}),
+    ]
+    read = prompt_of(tools_llm, messages)
+    assert read == (
+        "<|r|>user\none<|end|>\n<|r|>assistant\n[hm]add(7)#c1sub(8)mul(9)#c2<|end|>\n"
+        "<|r|>tool\n16@c1<|end|>\n"
+    )
+    plain = IndexLLM(engine=engines[0], **GREEDY)  # its template writes role and content alone
+    lost = [
+        (messages[1], "thinking|tool_call"),
+        (ChatMessage(role="assistant", blocks=[call]), "tool_call"),
+        (ChatMessage(role="assistant", additional_kwargs={"tool_calls": [old]}), "tool_call"),
+        (ChatMessage(role="assistant", blocks=[blocks.ThinkingBlock(content="x")]), "thinking"),
+        (messages[2], "tool_call_id"),
+        (ChatMessage("hi", additional_kwargs={"documents": ["d"]}), "documents"),
+    ]
+    for message, kind in lost:
+        for road in chat_calls(plain, [message]):
+            with pytest.raises(ValueError, match=f"got .*({kind}).* in message 0"):
+                road()
+    broken = ChatMessage(role="assistant", additional_kwargs={"tool_calls": ["f(x)"]})
+    with pytest.raises(ValueError, match="a tool call 'f"):
+        tools_llm.chat([broken])
+    assert prompt_of(plain, [messages[0]]) == "<|r|>user\none<|end|>\n"
+
+
+def test_an_argument_of_calls_that_is_no_json_stays_text(tools_llm: Any) -> None:
+    from radixkv.llama_index import _as_message
+
+    call = blocks.ToolCallBlock(tool_call_id="c", tool_name="f", tool_kwargs="{broken")
+    message = _as_message(ChatMessage(role="assistant", blocks=[call]), 0, TOOLS_TEMPLATE)
+    assert message["tool_calls"][0]["function"]["arguments"] == "{broken"
+
+
+def test_messages_to_prompt_is_used_where_it_is_given(engines: list[Engine]) -> None:
+    engine = engines[0]
+    llm = IndexLLM(engine=engine, messages_to_prompt=lambda m: f"<{m[0].content}>", **GREEDY)
+    result = llm.chat([ChatMessage("hi")]).raw
+    assert engine.tokenizer.decode(result.prompt_token_ids) == "<hi>"
+
+
+def test_llama_indexs_constructor_and_calls_take_sampling_fields_and_refuse_others(
+    engines: list[Engine],
+) -> None:
+    engine = engines[0]
+    assert IndexLLM(engine=engine, temperature=0.1).params.temperature == 0.1
+    both = IndexLLM(engine=engine, params=SamplingParams(seed=3), temperature=0, system_prompt="s")
+    assert (both.params, both.system_prompt) == (SamplingParams(seed=3, temperature=0), "s")
+    for name, said in (("foo", "leave it out"), ("max_tokens", "max_new_tokens")):
+        with pytest.raises(UnknownOptionError, match=f"RadixKVLLM: .*got '{name}'; .*{said}"):
+            IndexLLM(engine=engine, **{name: 1})
+    llm = IndexLLM(engine=engine, **GREEDY)
+    expected = engine.generate("x", **{**GREEDY, "max_new_tokens": 3}).text
+    assert llm.complete("x", max_new_tokens=3).text == expected
+
+    async def collect() -> Any:
+        return [piece async for piece in await llm.astream_complete("x", max_tokens=1)]
+
+    calls = [
+        *chat_calls(llm, [ChatMessage("hi")], max_tokens=1),
+        lambda: llm.complete("x", max_tokens=1),
+        lambda: list(llm.stream_complete("x", max_tokens=1)),
+        lambda: asyncio.run(llm.acomplete("x", max_tokens=1)),
+        lambda: asyncio.run(collect()),
+    ]
+    for call in calls:
+        with pytest.raises(UnknownOptionError, match="max_tokens is max_new_tokens here"):
+            call()
+    for call in (lambda: llm.stream_complete("x", n=2), lambda: llm.stream_chat([], n=2)):
+        with pytest.raises(ValueError, match="n: expected 1 for a stream, got 2"):
+            call()
+
+
+def test_a_cache_of_transformations_tells_two_engines_apart(engines: list[Engine]) -> None:
+    cache = IngestionCache()
+    for engine in engines:
+        for expected in (True, False):  # asked, then found
+            title = TitleExtractor(llm=IndexLLM(engine=engine, **GREEDY), num_workers=1)
+            pipeline = IngestionPipeline(transformations=[title], cache=cache)
+            node = TextNode(text="some text")
+            _, steps = steps_of(engine, lambda p=pipeline, n=node: p.run(nodes=[n]))
+            assert (steps > 0) == expected
