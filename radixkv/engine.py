@@ -932,8 +932,13 @@ class Engine:
             for tail in continuations
         ]
         longest = max(map(len, tails))
-        self.check_length(len(token_ids), longest)
-        self._check_tokens(len(token_ids) + longest - 1, "prompt plus continuation")
+        self.check_length(len(token_ids), longest - 1)  # the last token is scored, not run
+        # The prompt is held while each continuation writes on in a copy of its last, open page.
+        page_size, num_prompt = self.cache.config.page_size, len(token_ids)
+        pages = -(-num_prompt // page_size)
+        if longest > 1:
+            pages += -(-(num_prompt + longest - 1) // page_size) - num_prompt // page_size
+        self._check_pages(pages, f"a prompt of {num_prompt} tokens and {longest} after it")
         return tails
 
     def _make_request(

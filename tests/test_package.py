@@ -51,6 +51,7 @@ PUBLIC_NAMES = [
 
 # A module may import those before it, never those after it.
 IMPORT_ORDER = [
+    "autoload",
     "errors",
     "names",
     "config",
