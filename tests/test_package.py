@@ -112,6 +112,8 @@ IMPORT_ORDER = [
     "langchain",
     "llama_index",
     "lm_eval",
+    "cli_common",
+    "cli_bench",
     "cli",
     "__main__",
 ]
