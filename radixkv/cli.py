@@ -20,7 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from radixkv import __version__
 from radixkv.cli_bench import add_bench_arguments, run_bench
-from radixkv.cli_common import load_engine, one_line, require_model
+from radixkv.cli_common import (
+    CommandParser,
+    load_engine,
+    one_line,
+    require_model,
+    require_used,
+)
 from radixkv.config import KV_DTYPES, BeamParams, KVConfig, SamplingParams, require_int
 from radixkv.errors import RadixKVError
 
@@ -55,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="radixkv", description="A radix-tree prefix cache with quantized KV pages."
     )
     parser.add_argument("--version", action="version", version=f"radixkv {__version__}")
@@ -145,10 +151,23 @@ def _read_prompt(arguments: argparse.Namespace) -> str | list[dict[str, str]]:
     return [*system, {"role": "user", "content": text}]
 
 
+# Options that have an effect beside --beams.
+_OF_BEAMS = {
+    *("prompt", "file", "chat", "system", "model", "kv_dtype", "capacity"),
+    *("max_new_tokens", "n", "beams"),
+}
+
+
 def _read_params(arguments: argparse.Namespace) -> SamplingParams | BeamParams:
     if arguments.beams is not None:
         if arguments.n != 1:
             raise ValueError(f"--n: expected 1 with --beams, got {arguments.n}; leave one out")
+        require_used(
+            arguments,
+            _OF_BEAMS,
+            "--beams",
+            mend="leave it out, or --beams: a beam search takes the best tokens up to the end",
+        )
         return BeamParams(width=arguments.beams, max_new_tokens=arguments.max_new_tokens)
     return SamplingParams(
         n=arguments.n,
@@ -297,7 +316,9 @@ def _run_calc(arguments: argparse.Namespace) -> None:
     layers, dtype, positions = _read_geometry(arguments)
     from radixkv.memory import kv_memory
 
-    max_length = arguments.max_length or max(length, positions or 0)
+    max_length = arguments.max_length
+    if max_length is None:
+        max_length = max(length, positions or 0)
     require_int("--max-length", max_length, length)
     rows = [
         kv_memory(

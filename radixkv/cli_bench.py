@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from radixkv.cli_common import load_engine, require_model
+from radixkv.cli_common import load_engine, require_model, require_used
 from radixkv.config import KV_DTYPES, KVConfig, require_int
 from radixkv.errors import RadixKVError
 
@@ -158,6 +158,16 @@ def _run_bench_kernel(arguments: argparse.Namespace) -> None:
         tuned = bench_gpu.tune_gpu(arguments.kv_dtype or bench_gpu.KV_DTYPES, heads=heads)
         print(json.dumps(tuned))
         return
+    if not has_gpu and "heads" in arguments.given:
+        raise ValueError(
+            f"--heads: expected none without a GPU, where kernels have sizes of their own, got "
+            f"{' '.join(map(str, heads))}; leave it out"
+        )
+    if not has_gpu and arguments.kv_dtype and find_spec("triton") is None:
+        raise ValueError(
+            f"--kv-dtype: expected none without a GPU or triton, where nothing is compiled, "
+            f"got {' '.join(arguments.kv_dtype)}; leave it out, or install triton"
+        )
     if has_gpu and not arguments.compile_only:
         measured = bench_gpu.bench_gpu(arguments.kv_dtype or bench_gpu.KV_DTYPES, heads=heads)
         print(json.dumps(measured) if arguments.json else bench_gpu.gpu_report(measured))
@@ -182,8 +192,51 @@ def _run_bench_load(arguments: argparse.Namespace) -> None:
     print(json.dumps(found))
 
 
+# Which options have an effect on which measurement.
+_USED = {
+    "cache": {"trace", "requests", "capacity", "page_size", "ids", "growth"},
+    "cache --growth": {"growth", "page_size"},
+    "kernel": {"kv_dtype", "heads", "tune", "compile_only"},
+    "kernel --tune": {"kv_dtype", "heads", "tune"},
+    "kernel --compile-only": {"kv_dtype", "compile_only"},
+    "load": {"model", "repeats"},
+    "steps": {"model", "kv_dtype", "batch"},
+    "online": {"model", "kv_dtype", "requests", "rate", "quick", "seed"},
+    "offline": {
+        *("model", "kv_dtype", "quick", "seed", "suite", "repeats", "workload", "against"),
+        *("openvino_model", "gguf"),
+    },
+}
+
+
+def _require_used(arguments: argparse.Namespace) -> None:
+    what = str(arguments.what)
+    for option in ("growth", "tune", "compile_only"):
+        mode = f"{what} --{option.replace('_', '-')}"
+        if option in arguments.given and mode in _USED:
+            require_used(arguments, _USED[mode], mode, mend="leave one out")
+    require_used(arguments, _USED[what], what, mend="leave it out")
+    if what in ("steps", "online", "offline") and len(arguments.kv_dtype or ()) > 1:
+        raise ValueError(
+            f"--kv-dtype: expected one with {what}, got {' and '.join(arguments.kv_dtype)}; "
+            f"run it once for each"
+        )
+    if arguments.quick and "repeats" in arguments.given:
+        raise ValueError(
+            f"--repeats: expected none with --quick, which runs once, got {arguments.repeats}; "
+            f"leave one out"
+        )
+    for option, program in (("openvino_model", "openvino-genai"), ("gguf", "llama-cpp-python")):
+        if option in arguments.given and program not in (arguments.against or [program]):
+            raise ValueError(
+                f"--{option.replace('_', '-')}: expected none without --against {program}, got "
+                f"{getattr(arguments, option)}; add --against {program}"
+            )
+
+
 def run_bench(arguments: argparse.Namespace) -> None:
     """Time the cache, the kernels, or whole workloads beside other programs."""
+    _require_used(arguments)
     if arguments.what == "load":
         _run_bench_load(arguments)
         return
