@@ -46,6 +46,7 @@ class Branch:
         self.cached_tokens = cached_tokens
         self._conversation = conversation
         self._num_ended = 0  # tokens when the last of them ended a sample: that one is no text
+        self._shows_special = True  # in the text of the last answer
         engine.adopt(self)
 
     def append(self, tail: Any) -> None:
@@ -68,10 +69,12 @@ class Branch:
             tail,
             self._conversation,
             ended=self._num_ended == len(self.token_ids),
+            shows_special=self._shows_special,
         )
         self._engine.check_length(len(token_ids), 0)
         self._replace(token_ids)
-        self._conversation = conversation
+        if conversation is not self._conversation:  # a new turn
+            self._conversation, self._shows_special = conversation, True
         self._num_ended = 0
 
     def _replace(self, token_ids: list[int]) -> None:
@@ -125,6 +128,7 @@ class Branch:
             self.token_ids = self.token_ids + new_ids
             if isinstance(result.samples[0].stop_reason, int):
                 self._num_ended = len(self.token_ids)
+            self._shows_special = not chosen.skip_special_tokens
             if handed and handed[0] is not None:
                 self._hold(handed[0])
         return result
@@ -157,6 +161,7 @@ class Branch:
                     conversation=self._conversation,
                 )
                 twin._num_ended = self._num_ended
+                twin._shows_special = self._shows_special
                 twins.append(twin)
         except BaseException:
             for twin in twins:

@@ -28,7 +28,10 @@ def encode_continuation(
         require_unicode(name, tail)
         if not isinstance(after, TextEnd):
             after = TextEnd(tokenizer, after, skip_special_tokens=False)
-        tail = after.encode(tail)
+        token_ids = after.encode(tail)
+        if not token_ids:
+            raise ValueError(f"{name}: expected at least one token, got none from {tail!r}")
+        tail = token_ids
     elif is_prompt(tail, name=name) and is_sequence(tail) and isinstance(tail[0], Mapping):
         raise TypeError("continuation: expected text or token ids, got a chat")
     return encode_prompt(tokenizer, tail, vocab_size=vocab_size, name=name)
