@@ -518,3 +518,53 @@ def test_a_cache_of_transformations_tells_two_engines_apart(engines: list[Engine
             node = TextNode(text="some text")
             _, steps = steps_of(engine, lambda p=pipeline, n=node: p.run(nodes=[n]))
             assert (steps > 0) == expected
+
+
+# T1 and T6 through the adapters
+
+
+def say(num_prompt: int, token_ids: list[int]) -> Callable[..., Any]:
+    """A logits processor: after a prompt these tokens come, the last one for ever."""
+
+    def process(input_ids: Any, logits: Any) -> Any:
+        out = torch.full_like(logits, -1e9)
+        out[:, token_ids[min(input_ids.shape[1] - num_prompt, len(token_ids) - 1)]] = 0
+        return out
+
+    return process
+
+
+def test_a_stop_string_of_a_special_token_ends_an_adapters_text(engines: list[Engine]) -> None:
+    engine = engines[0]
+    hello = engine.tokenizer("hello")["input_ids"]
+    end = engine.tokenizer.convert_tokens_to_ids("<|end|>")
+    fields = dict(temperature=0, max_new_tokens=11, stop="<|end|>")
+    fields["logits_processors"] = [say(1, [*hello, end, *hello])]
+    chain = ChainLLM(engine=engine, **fields)
+    assert chain.invoke("x") == "".join(chain.stream("x")) == "hello"
+    assert asyncio.run(chain.ainvoke("x")) == "hello"
+    assert (
+        ChainLLM(engine=engine, **{**fields, "stop": ()}).invoke("x", stop=["<|end|>"]) == "hello"
+    )
+    index = IndexLLM(engine=engine, **fields)
+    assert index.complete("x").text == [*index.stream_complete("x")][-1].text == "hello"
+    assert index.complete("x").additional_kwargs["finish_reason"] == "stop"
+
+
+def test_a_rendered_chat_begins_once_through_the_adapters() -> None:
+    template = "<s>" + TEMPLATE
+    with Engine(llama(0), make_tokenizer(bos=True, template=template), kv=KV) as engine:
+        chat = [{"role": "user", "content": "hi"}]
+        text = engine.tokenizer.apply_chat_template(
+            chat, tokenize=False, add_generation_prompt=True
+        )
+        ids = engine.tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert ids.count(1) == 1
+        for prompt, num_tokens in ((text, len(ids)), ("hi", 3)):
+            output = ChainLLM(engine=engine, **GREEDY).generate([prompt])
+            assert output.llm_output["token_usage"]["prompt_tokens"] == num_tokens
+            response = IndexLLM(engine=engine, **GREEDY).complete(prompt)
+            assert response.raw.prompt_token_ids.count(1) == 1
+        assert (
+            IndexLLM(engine=engine, **GREEDY).chat([ChatMessage("hi")]).raw.prompt_token_ids == ids
+        )
