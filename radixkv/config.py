@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import re
@@ -10,6 +11,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from numbers import Integral, Real
 from typing import Any, Literal, TypeGuard
+
+from radixkv.names import BEAM_MEANINGS, KV_MEANINGS, SAMPLING_MEANINGS, named_fields
 
 KV_DTYPES = ("int8", "fp8", "fp8_e5m2", "int4", "model")
 ROTATIONS = ("auto", "hadamard", "none")
@@ -32,6 +35,7 @@ def parse_bytes(value: int | str, *, name: str = "capacity") -> int:
     (536870912, 4000000000, 1000)
     """
     form = 'a positive number of bytes, or text such as "512MiB" or "4GB"'
+    value = _plain(value)
     if isinstance(value, bool) or not isinstance(value, (Integral, str)):
         raise TypeError(f"{name}: expected {form}, got {value!r} of type {type(value).__name__}")
     if isinstance(value, str):
@@ -48,13 +52,53 @@ def parse_bytes(value: int | str, *, name: str = "capacity") -> int:
 
 def require_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raise ValueError, listing the valid names, unless ``value`` is one of ``choices``."""
-    if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
+    if isinstance(value, str) and value in choices:
+        return
+    like: list[str] = []
+    if isinstance(value, str):
+        plain = value.lower().replace("-", "_")
+        like = difflib.get_close_matches(_ALIASES.get(plain, plain), choices, n=1)
+    raise ValueError(
+        f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}"
+        + (f"; did you mean {like[0]!r}?" if like else "")
+    )
+
+
+# What other libraries call some of our choices.
+_ALIASES = {
+    "fp8_e4m3": "fp8",
+    "e4m3": "fp8",
+    "float8_e4m3fn": "fp8",
+    "e5m2": "fp8_e5m2",
+    "float8_e5m2": "fp8_e5m2",
+    "q8": "int8",
+    "q8_0": "int8",
+    "q4": "int4",
+    "q4_0": "int4",
+    "bfloat16": "model",
+    "float16": "model",
+    "float32": "model",
+    "fp16": "model",
+    "bf16": "model",
+    "cuda": "triton",
+    "eager": "torch",
+}
+
+
+def _plain(value: Any) -> Any:
+    """A number of NumPy or torch, with no dimensions, as Python's own; anything else as it is."""
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        return value.item()
+    return value
 
 
 def require_int(name: str, value: object, low: int, high: int | None = None) -> int:
-    """Return ``value`` as an int within [low, high]; TypeError or ValueError otherwise."""
+    """Return ``value`` as an int within [low, high]; TypeError or ValueError otherwise.
+
+    Numbers of NumPy and torch that have no dimensions are taken too.
+    """
     limits = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
+    value = _plain(value)
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name}: expected {limits}, got {value!r} of type {type(value).__name__}")
     number = int(value)
@@ -69,6 +113,7 @@ def require_real(
     """Return ``value`` as a finite float within [low, high] ((low, high] if ``above``)."""
     edge = f"> {low}" if above else f">= {low}"
     limits = f"a finite number {edge}" + ("" if high == math.inf else f" and <= {high}")
+    value = _plain(value)
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected {limits}, got {value!r} of type {type(value).__name__}")
     try:
@@ -115,6 +160,14 @@ def _store(params: object, name: str, value: object) -> None:
     object.__setattr__(params, name, value)
 
 
+def _take_none(params: object, meanings: Mapping[str, Any]) -> None:
+    """Give each field that is None, as other libraries write "not at all", the value for that."""
+    for name, value in meanings.items():
+        if getattr(params, name) is None:
+            _store(params, name, value)
+
+
+@named_fields(KV_MEANINGS)
 @dataclass(frozen=True, kw_only=True)
 class KVConfig:
     """How KV pages are stored, how many there are, and which are dropped first.
@@ -163,10 +216,15 @@ class KVConfig:
 
 
 def _require_ids(name: str, value: object) -> tuple[int, ...]:
+    value = _plain(value)
     if isinstance(value, Integral):
         value = (value,)
+    if getattr(value, "ndim", None) == 1 and hasattr(value, "tolist"):
+        value = value.tolist()
+    elif isinstance(value, (set, frozenset)):
+        value = sorted(value, key=repr)  # of a set, in one order
     if isinstance(value, (str, bytes, bytearray)) or not isinstance(value, Sequence):
-        raise TypeError(f"{name}: expected a sequence of token ids, got {value!r}")
+        raise TypeError(f"{name}: expected token ids, as a list, got {value!r}")
     return tuple(require_int(name, token_id, 0) for token_id in value)
 
 
@@ -212,10 +270,26 @@ def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
 
 
+# What None means where other libraries write it: as if the option were not there.
+_SAMPLING_NONE = {
+    "n": 1,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "stop": (),
+    "stop_token_ids": (),
+    "logits_processors": (),
+}
+_BEAM_NONE = {"length_penalty": 1.0, "early_stopping": False, "stop_token_ids": ()}
 _CONSTRAINTS = ("json_schema", "regex", "grammar")
 _MOST_SEQUENCES = 1 << 16  # of one request; a page's owners are counted in 20 bits
 
 
+@named_fields(SAMPLING_MEANINGS)
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one request is sampled; see the fields. ``temperature=0`` is greedy.
@@ -225,13 +299,13 @@ class SamplingParams:
         max_new_tokens: most tokens to generate a sample.
         temperature: divides the logits; 0 takes the best token.
         top_p: smallest set of tokens whose probabilities reach this, above 0, at most 1.
-        top_k: the k best tokens; 0 is all.
+        top_k: the k best tokens; 0 is all, and so is -1.
         min_p: tokens at least this share as likely as the best one, 0 to 1.
         repetition_penalty: as in CTRL: divides positive and multiplies negative logits of
             tokens seen in prompt or output; above 0, 1 is none.
         presence_penalty: subtracted from the logits of tokens in the output; -2 to 2.
         frequency_penalty: the same, times the number of occurrences; -2 to 2.
-        logit_bias: token id to a value added to its logit.
+        logit_bias: token id to a value added to its logit; an id may be text, as JSON has it.
         seed: sample i of seed s is always the same tokens. None: differs from call to call.
         stop: strings that end a sample; never part of its text.
         stop_token_ids: ids that end a sample, beside the model's own end tokens.
@@ -248,6 +322,11 @@ class SamplingParams:
             rule: ``{"x-guidance": {"whitespace_pattern": ...}}`` in the schema.
         regex: the whole text matches this (Rust's syntax: no look-around, no back-references).
         grammar: the whole text follows this grammar, in llguidance's variety of Lark.
+
+    None, where the default is not None, stands for "none of it" and is taken for ``n`` (1),
+    ``temperature``, ``top_p`` and ``repetition_penalty`` (1.0), ``top_k``, ``min_p`` and the other
+    penalties (0), ``stop``, ``stop_token_ids`` and ``logits_processors`` (empty). Strings may be
+    one, ids may be one, a set or an array.
 
     At most one of the last three. They bar tokens that cannot lead to such a text; end tokens
     come only where it is whole, and it ends (``"stop"``) where nothing may follow. A text that
@@ -280,6 +359,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         me = "SamplingParams"
+        _take_none(self, _SAMPLING_NONE)
 
         def store_int(name: str, low: int, high: int | None = None) -> None:
             _store(self, name, require_int(f"{me}.{name}", getattr(self, name), low, high))
@@ -292,7 +372,8 @@ class SamplingParams:
         store_int("max_new_tokens", 1)
         store_real("temperature", 0.0)
         store_real("top_p", 0.0, 1.0, above=True)
-        store_int("top_k", 0)
+        top_k = require_int(f"{me}.top_k", self.top_k, -1)  # -1 as others say "all"
+        _store(self, "top_k", max(0, top_k))
         store_real("min_p", 0.0, 1.0)
         store_real("repetition_penalty", 0.0, above=True)
         store_real("presence_penalty", -2.0, 2.0)
@@ -307,7 +388,8 @@ class SamplingParams:
                 )
             biases = {}
             for token_id, bias in self.logit_bias.items():
-                own_id = require_int(f"{me}.logit_bias", token_id, 0)
+                is_text = isinstance(token_id, str) and token_id.isdecimal() and len(token_id) < 20
+                own_id = require_int(f"{me}.logit_bias", int(token_id) if is_text else token_id, 0)
                 biases[own_id] = require_real(f"{me}.logit_bias[{token_id}]", bias, -math.inf)
             _store(self, "logit_bias", biases)
         if self.seed is not None:
@@ -319,7 +401,7 @@ class SamplingParams:
             raise ValueError(f"{me}.stop: expected strings that are not empty, got {self.stop!r}")
         for text in stops:
             require_unicode(f"{me}.stop", text)
-        _store(self, "stop", tuple(stops))
+        _store(self, "stop", tuple(map(str, stops)))
         ids = _require_ids(f"{me}.stop_token_ids", self.stop_token_ids)
         _store(self, "stop_token_ids", ids)
         for name in ("logprobs", "prompt_logprobs"):
@@ -365,6 +447,7 @@ class SamplingParams:
         return next((name for name in _CONSTRAINTS if getattr(self, name) is not None), None)
 
 
+@named_fields(BEAM_MEANINGS)
 @dataclass(frozen=True, kw_only=True)
 class BeamParams:
     """Beam search as ``transformers`` ``generate(num_beams=width)`` defines it.
@@ -379,6 +462,9 @@ class BeamParams:
         stop_token_ids: ids that end a beam, beside the model's own.
         skip_special_tokens: leave special tokens out of the text.
         timeout_s: seconds after which the request ends with ``finish_reason="abort"``.
+
+    None is taken for ``length_penalty`` (1.0), ``early_stopping`` (False) and ``stop_token_ids``
+    (empty) too.
     """
 
     width: int = 4
@@ -393,6 +479,7 @@ class BeamParams:
 
     def __post_init__(self) -> None:
         me = "BeamParams"
+        _take_none(self, _BEAM_NONE)
         _store(self, "width", require_int(f"{me}.width", self.width, 1, _MOST_SEQUENCES))
         longest = require_int(f"{me}.max_new_tokens", self.max_new_tokens, 1)
         _store(self, "max_new_tokens", longest)

@@ -23,7 +23,24 @@ import torch
 from radixkv.batch import Run, build_batch
 from radixkv.branch import Branch
 from radixkv.cache import CacheStats, PrefixCache
-from radixkv.config import BeamParams, KVConfig, SamplingParams, require_int, require_namespace
+from radixkv.checkpoint import (
+    ENGINE_OPTIONS,
+    named_refusals,
+    own_options,
+    require_checkpoint,
+    require_device,
+    require_dtype,
+    require_options,
+)
+from radixkv.config import (
+    BACKENDS,
+    BeamParams,
+    KVConfig,
+    SamplingParams,
+    require_choice,
+    require_int,
+    require_namespace,
+)
 from radixkv.errors import (
     CapacityError,
     ContextLengthError,
@@ -33,6 +50,7 @@ from radixkv.errors import (
 from radixkv.fingerprint import WeightWatch, fingerprint
 from radixkv.guided import Guide, compute_ahead, make_guide
 from radixkv.model import ModelRunner
+from radixkv.names import SAMPLING_MEANINGS, named_options, require_known
 from radixkv.request import (
     BeamRequest,
     Delta,
@@ -162,6 +180,7 @@ class Engine:
     result, since attention reads the stored pages for every token.
     """
 
+    @named_options("Engine", ENGINE_OPTIONS)
     def __init__(
         self,
         model: Any,
@@ -173,15 +192,7 @@ class Engine:
         backend: str = "auto",
         policy: Policy = longest_prefix_first,
     ) -> None:
-        if not isinstance(kv, KVConfig):
-            raise TypeError(f"kv: expected a KVConfig, got {kv!r}; use KVConfig(dtype=...)")
-        if not callable(policy):
-            raise TypeError(
-                f"policy: expected a function of a Request and its cached tokens, got {policy!r}; "
-                f"leave it out for the longest cached prefix first"
-            )
-        if max_batch_tokens is not None:
-            require_int("max_batch_tokens", max_batch_tokens, 1)
+        _require_engine_options(kv, max_batch_tokens, backend, policy)
         self._closed = True  # until all below has worked
         if device is not None:
             model = model.to(device)
@@ -251,26 +262,43 @@ class Engine:
             snapshot: file of `PrefixCache.save` that the cache begins with. It must be there,
                 and of this model and ``kv`` (`SnapshotError` says what differs).
             transformers_kwargs: to ``from_pretrained`` of model and tokenizer
-                (``gguf_file=...``) or of the model alone.
+                (``gguf_file=...``) or of the model alone. ``torch_dtype`` is ``dtype``.
+
+        Raises:
+            UnknownOptionError: an option that neither this nor transformers has.
+            ValueError, TypeError: an option out of range; a path without a model. All options
+                are looked at before the model is loaded.
+            UnsupportedModelError: a model that is no causal LM, or that cannot be served rightly.
+            OSError: transformers found no model of that hub id.
 
         Warns (UserWarning) where ``kv`` does not rotate and the model's own K says that its
         format would suffer.
         """
+        where, ours = "Engine.from_pretrained", own_options(cls.from_pretrained)
+        require_options(where, transformers_kwargs, ours)
+        require_checkpoint(name_or_path, transformers_kwargs)
+        _require_engine_options(kv, max_batch_tokens, backend, policy)
+        older = transformers_kwargs.pop("torch_dtype", None)
+        if dtype is None or (dtype == "auto" and older is not None):
+            dtype = "auto" if older is None else older
+        require_device(device)
+        require_dtype(dtype)
         if snapshot is not None:
             Path(snapshot).stat()  # before the model is loaded: raises FileNotFoundError
         with _no_collections():
             from transformers import AutoModelForCausalLM, AutoTokenizer
 
-            if device == "auto":
+            if device is None or device == "auto":
                 device = "cuda" if torch.cuda.is_available() else "cpu"
             shared = {
                 key: transformers_kwargs[key]
                 for key in ("gguf_file", "revision", "trust_remote_code", "token", "subfolder")
                 if key in transformers_kwargs
             }
-            model = AutoModelForCausalLM.from_pretrained(
-                name_or_path, dtype=dtype, **transformers_kwargs
-            )
+            with named_refusals(where, name_or_path, ours):
+                model = AutoModelForCausalLM.from_pretrained(
+                    name_or_path, dtype=dtype, **transformers_kwargs
+                )
             if (
                 dtype == "auto"
                 and torch.device(device).type == "cpu"
@@ -825,14 +853,9 @@ class Engine:
 
     def sampling_params(self, params: Any, fields_: dict[str, Any]) -> SamplingParams:
         """``params``, or new ones of ``fields_``; raises on both, or on an unknown field."""
+        known = [field.name for field in fields(SamplingParams)]
+        require_known("SamplingParams", fields_, known, SAMPLING_MEANINGS)
         if params is None:
-            known = {field.name for field in fields(SamplingParams)}
-            unknown = sorted(set(fields_) - known)
-            if unknown:
-                raise TypeError(
-                    f"SamplingParams: expected fields among {', '.join(sorted(known))}, "
-                    f"got {', '.join(unknown)}"
-                )
             return SamplingParams(**fields_)
         if fields_:
             raise TypeError(
@@ -840,7 +863,11 @@ class Engine:
                 f"dataclasses.replace(params, {', '.join(f'{k}=...' for k in fields_)})"
             )
         if not isinstance(params, SamplingParams):
-            raise TypeError(f"params: expected SamplingParams, got {type(params).__name__}")
+            mend = "SamplingParams(**params)" if isinstance(params, dict) else "SamplingParams(...)"
+            raise TypeError(
+                f"params: expected SamplingParams, got {params!r} of type "
+                f"{type(params).__name__}; use {mend}"
+            )
         return params
 
     def make_guide(self, params: SamplingParams) -> Guide | None:
@@ -908,8 +935,13 @@ class Engine:
             for tail in continuations
         ]
         longest = max(map(len, tails))
-        self.check_length(len(token_ids), longest)
-        self._check_tokens(len(token_ids) + longest - 1, "prompt plus continuation")
+        self.check_length(len(token_ids), longest - 1)  # the last token is scored, not run
+        # The prompt is held while each continuation writes on in a copy of its last, open page.
+        page_size, num_prompt = self.cache.config.page_size, len(token_ids)
+        pages = -(-num_prompt // page_size)
+        if longest > 1:
+            pages += -(-(num_prompt + longest - 1) // page_size) - num_prompt // page_size
+        self._check_pages(pages, f"a prompt of {num_prompt} tokens and {longest} after it")
         return tails
 
     def _make_request(
@@ -1111,6 +1143,22 @@ class Stream(Iterator[Delta]):
             self.request.aborted = True
             with self._engine._wake:
                 self._engine._wake.notify_all()
+
+
+def _require_engine_options(
+    kv: object, max_batch_tokens: object, backend: object, policy: object
+) -> None:
+    """Raise what is wrong with an engine's options, before a model is loaded or touched."""
+    if not isinstance(kv, KVConfig):
+        raise TypeError(f"kv: expected a KVConfig, got {kv!r}; use KVConfig(dtype=...)")
+    if not callable(policy):
+        raise TypeError(
+            f"policy: expected a function of a Request and its cached tokens, got {policy!r}; "
+            f"leave it out for the longest cached prefix first"
+        )
+    if max_batch_tokens is not None:
+        require_int("max_batch_tokens", max_batch_tokens, 1)
+    require_choice("backend", backend, BACKENDS)
 
 
 def _run_steps(

@@ -6,6 +6,7 @@
     ├── UnsupportedModelError  a model whose attention cannot be served rightly
     ├── NonFiniteError         NaN or Inf in a model's K, V or logits (a ValueError)
     ├── SnapshotError          a damaged or foreign snapshot
+    ├── UnknownOptionError     an option that does not exist (a TypeError and a ValueError)
     ├── EngineClosedError      use after close()
     └── CacheInvariantError    from check() only: a bug in radixkv
 
@@ -38,6 +39,14 @@ class NonFiniteError(RadixKVError, ValueError):
 
 class SnapshotError(RadixKVError):
     """A snapshot that is damaged, of another version, or of another model or KV format."""
+
+
+class UnknownOptionError(RadixKVError, TypeError, ValueError):
+    """An option that does not exist; the message says which one is meant.
+
+    A TypeError, as Python's own for an unknown keyword, and a ValueError, as everything else
+    that is wrong with options.
+    """
 
 
 class EngineClosedError(RadixKVError):

@@ -7,10 +7,14 @@ from threads or asyncio, are one batch of the engine and share what is cached.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
-from typing import Any
+import json
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NoReturn
 
+from llama_index.core.base.llms.generic_utils import messages_to_prompt as generic_prompt
 from llama_index.core.base.llms.types import (
+    CachePoint,
     ChatMessage,
     ChatResponse,
     ChatResponseAsyncGen,
@@ -20,11 +24,15 @@ from llama_index.core.base.llms.types import (
     CompletionResponseGen,
     LLMMetadata,
     MessageRole,
+    TextBlock,
+    ThinkingBlock,
+    ToolCallBlock,
 )
 from llama_index.core.llms import CustomLLM
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
-from pydantic import Field, InstanceOf
+from pydantic import Field, InstanceOf, computed_field
 
+from radixkv.adapters import answer_key, merge_params, one_sample
 from radixkv.config import SamplingParams
 from radixkv.engine import Engine
 from radixkv.request import Result
@@ -33,8 +41,15 @@ from radixkv.request import Result
 class RadixKVLLM(CustomLLM):
     """Completions, and chats by the model's own template, on an `Engine` that the caller made.
 
-    Every call takes ``stop=[...]`` and the other fields of `SamplingParams` as keywords, which
-    replace those of ``params``; of several samples the first is returned.
+    ``RadixKVLLM(engine=engine, temperature=0.2)``: fields of `SamplingParams` go into ``params``,
+    and replace those of ``params`` where both are given. Every call takes ``stop=[...]`` and the
+    other fields of `SamplingParams` as keywords, which replace those of ``params``; of several
+    samples the first is returned. Other names raise `UnknownOptionError`.
+
+    Of a chat's messages the template gets texts, tool calls and the ids they are answered by,
+    thoughts, and what else it has a name for. What it has none for, and blocks that are no text,
+    raise ValueError that names the kind: nothing is left out. A `CachePoint` asks for what is
+    done in any case. ``messages_to_prompt=``, where it is given, is used instead of the template.
 
     A response's ``raw`` is the `Result` (of a stream: the `Delta`). Its ``additional_kwargs``
     count ``prompt_tokens``, ``cached_tokens``, ``completion_tokens``, ``total_tokens`` and say
@@ -50,6 +65,15 @@ class RadixKVLLM(CustomLLM):
     engine: InstanceOf[Engine] = Field(exclude=True)
     params: InstanceOf[SamplingParams] = Field(default=SamplingParams(), exclude=True)
     namespace: Hashable = Field(default=None, exclude=True)
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**merge_params(type(self).__name__, fields, type(self).model_fields))
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def answer_key(self) -> dict[str, str]:
+        """All that an answer depends on: LlamaIndex's caches are keyed by what `to_dict` holds."""
+        return answer_key(self.engine, self.params, self.namespace, lasting=False)
 
     @classmethod
     def class_name(cls) -> str:
@@ -74,6 +98,12 @@ class RadixKVLLM(CustomLLM):
     def _completion(self, prompt: str, formatted: bool) -> str:
         return prompt if formatted else str(self.completion_to_prompt(prompt))
 
+    def _chat(self, messages: Sequence[ChatMessage]) -> Any:
+        if self.messages_to_prompt not in (None, generic_prompt):
+            return str(self.messages_to_prompt(messages))
+        template = str(getattr(self.engine.tokenizer, "chat_template", ""))
+        return [_as_message(message, i, template) for i, message in enumerate(messages)]
+
     # -- completions -------------------------------------------------------------------------
 
     @llm_completion_callback()
@@ -97,7 +127,7 @@ class RadixKVLLM(CustomLLM):
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseGen:
         """`complete`, as its text comes; closing the generator aborts it."""
-        asked = self._ask(self._completion(prompt, formatted), {**kwargs, "n": 1})
+        asked = self._ask(self._completion(prompt, formatted), one_sample(kwargs))
 
         def responses() -> CompletionResponseGen:
             text = ""
@@ -116,7 +146,7 @@ class RadixKVLLM(CustomLLM):
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseAsyncGen:
         """`stream_complete` for asyncio."""
-        asked = self._ask(self._completion(prompt, formatted), {**kwargs, "n": 1})
+        asked = self._ask(self._completion(prompt, formatted), one_sample(kwargs))
 
         async def responses() -> CompletionResponseAsyncGen:
             text = ""
@@ -135,7 +165,7 @@ class RadixKVLLM(CustomLLM):
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """The assistant's next turn."""
         result = self.engine.generate(
-            *self._ask(_as_chat(messages), kwargs), namespace=self.namespace
+            *self._ask(self._chat(messages), kwargs), namespace=self.namespace
         )
         return _as_turn(result.text, raw=result, additional_kwargs=_usage(result))
 
@@ -143,14 +173,14 @@ class RadixKVLLM(CustomLLM):
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """`chat` for asyncio; cancelling the task aborts it."""
         result = await self.engine.agenerate(
-            *self._ask(_as_chat(messages), kwargs), namespace=self.namespace
+            *self._ask(self._chat(messages), kwargs), namespace=self.namespace
         )
         return _as_turn(result.text, raw=result, additional_kwargs=_usage(result))
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """`chat`, as its text comes; closing the generator aborts it."""
-        asked = self._ask(_as_chat(messages), {**kwargs, "n": 1})
+        asked = self._ask(self._chat(messages), one_sample(kwargs))
 
         def responses() -> ChatResponseGen:
             text = ""
@@ -167,7 +197,7 @@ class RadixKVLLM(CustomLLM):
         self, messages: Sequence[ChatMessage], **kwargs: Any
     ) -> ChatResponseAsyncGen:
         """`stream_chat` for asyncio."""
-        asked = self._ask(_as_chat(messages), {**kwargs, "n": 1})
+        asked = self._ask(self._chat(messages), one_sample(kwargs))
 
         async def responses() -> ChatResponseAsyncGen:
             text = ""
@@ -179,8 +209,83 @@ class RadixKVLLM(CustomLLM):
         return responses()
 
 
-def _as_chat(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    return [{"role": m.role.value, "content": m.content or ""} for m in messages]
+# How templates call a turn's thoughts.
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+# Fields of a tool's answer: a template for tool calls either reads them or goes by the order.
+_OF_ANSWERS = ("tool_call_id", "name")
+
+
+def _as_message(message: ChatMessage, position: int, template: str) -> dict[str, Any]:
+    """A message as chat templates take it.
+
+    Args:
+        template: source of the chat template; a field that is not in it would be lost.
+    """
+
+    def refuse(what: str, mend: str) -> NoReturn:
+        raise ValueError(
+            f"messages: expected text, and what the model's chat template has a place for, got "
+            f"{what} in message {position} ({message.role.value}); {mend}"
+        )
+
+    def knows(name: str) -> bool:
+        return re.search(rf"\b{re.escape(name)}\b", template) is not None
+
+    texts, calls, thoughts = [], [], []
+    for block in message.blocks:
+        if isinstance(block, TextBlock):
+            texts.append(block.text)
+        elif isinstance(block, ToolCallBlock):
+            calls.append(_as_call(block.tool_call_id, block.tool_name, block.tool_kwargs))
+        elif isinstance(block, ThinkingBlock):
+            thoughts += [block.content] if block.content else []
+        elif not isinstance(block, CachePoint):
+            refuse(f"a block of type {block.block_type!r}", "leave it out or say it in text")
+    said: dict[str, Any] = {"role": message.role.value, "content": "\n".join(texts)}
+    fields = {name: value for name, value in message.additional_kwargs.items() if value}
+    for given in fields.pop("tool_calls", ()):
+        call = _read_call(given)
+        if call is None:
+            refuse(f"a tool call {given!r}", "give ToolCallBlock(tool_name=..., tool_kwargs=...)")
+        if call["id"] is None or call["id"] not in [other["id"] for other in calls]:
+            calls.append(call)
+    if calls:
+        if not knows("tool_calls"):
+            refuse("tool calls (tool_call)", "use a model whose template knows tools")
+        said["tool_calls"] = [{k: v for k, v in call.items() if v is not None} for call in calls]
+    if thoughts:
+        name = next(filter(knows, _THOUGHTS), None)
+        if name is None:
+            refuse("a block of type 'thinking'", "leave it out")
+        said[name] = "\n".join(thoughts)
+    for name, value in fields.items():
+        is_answers = message.role == MessageRole.TOOL and name in _OF_ANSWERS
+        if not knows(name) and not (is_answers and knows("tool_calls")):
+            refuse(f"additional_kwargs[{name!r}]", "leave it out or say it in text")
+        said[name] = value
+    return said
+
+
+def _as_call(call_id: str | None, name: str, arguments: Any) -> dict[str, Any]:
+    if isinstance(arguments, str):  # as OpenAI has them; templates want the mapping
+        try:
+            read = json.loads(arguments)
+        except ValueError:
+            read = None
+        arguments = read if isinstance(read, dict) else arguments
+    return {"type": "function", "id": call_id, "function": {"name": name, "arguments": arguments}}
+
+
+def _read_call(given: Any) -> dict[str, Any] | None:
+    """A call as OpenAI's clients leave it in ``additional_kwargs``; None if it is none."""
+    if hasattr(given, "model_dump"):
+        given = given.model_dump()
+    if not isinstance(given, Mapping):
+        return None
+    function = given.get("function", given)
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        return None
+    return _as_call(given.get("id"), function["name"], function.get("arguments", {}))
 
 
 def _as_turn(text: str, **fields: Any) -> ChatResponse:

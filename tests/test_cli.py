@@ -276,3 +276,99 @@ def test_bench_cache_ends_in_json_with_its_setting(capsys):
     assert 0 < trace["us_p50"] <= trace["us_p99"]
     assert trace["host_bytes_per_token"] < 16
     assert trace["tokens_matched"] > 0
+
+
+# Options without effect, and options that are not ours
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("generate hi --beams 2 --temperature 0.5 --stop x", "--temperature: expected none with"),
+        ("generate hi --beams 2 --temperature 1.0", "got --temperature 1.0; leave it out"),
+        ("generate hi --beams 2 --stop x", "--stop: expected none with --beams"),
+        ("generate hi --beams 2 --top-p 0.5", "--top-p: expected none with --beams"),
+        ("generate hi --beams 2 --top-k 5", "--top-k: expected none with --beams"),
+        ("generate hi --beams 2 --seed 0", "--seed: expected none with --beams"),
+        ("bench cache --growth --trace rag", "--trace: expected none with cache --growth"),
+        ("bench cache --growth --requests 3", "--requests: expected none with cache --growth"),
+        ("bench cache --kv-dtype int8", "--kv-dtype: expected none with cache, where it has no"),
+        ("bench cache --model x", "--model: expected none with cache"),
+        ("bench kernel --trace rag", "--trace: expected none with kernel"),
+        ("bench kernel --compile-only --tune", "--compile-only: expected none with kernel --tune"),
+        ("bench kernel --compile-only --heads 8 2 64", "--heads: expected none with kernel --comp"),
+        ("bench load --batch 3", "--batch: expected none with load"),
+        ("bench steps --rate 3", "--rate: expected none with steps"),
+        (
+            "bench steps --quick",
+            "--quick: expected none with steps, where it has no effect, got --q",
+        ),
+        ("bench online --workload rag", "--workload: expected none with online"),
+        ("bench offline --rate 3", "--rate: expected none with offline"),
+        ("bench offline --quick --repeats 2", "--repeats: expected none with --quick"),
+        (
+            "bench offline --against transformers --gguf x",
+            "--gguf: expected none without --against",
+        ),
+        ("bench steps --kv-dtype int8 --kv-dtype int4", "--kv-dtype: expected one with steps"),
+    ],
+)
+def test_an_option_without_effect_is_refused(capsys, arguments, says):
+    assert says in refusal(capsys, *arguments.split())
+
+
+def test_every_option_of_a_measurement_is_known_to_one():
+    from radixkv import cli_bench
+
+    parser = cli.CommandParser()
+    cli_bench.add_bench_arguments(parser)
+    names = {action.dest for action in parser._actions} - {"help", "what"}
+    assert set().union(*cli_bench._USED.values()) == names
+    (what,) = (action for action in parser._actions if action.dest == "what")
+    assert {mode.split()[0] for mode in cli_bench._USED} == set(what.choices)
+
+
+def test_what_was_given_is_told_from_defaults():
+    given = cli._parser().parse_args(["generate", "hi", "--top-k", "0", "--stop", "a"]).given
+    assert given == {"prompt": "hi", "top_k": 0, "stop": ["a"]}
+    arguments = cli._parser().parse_args(["generate", "--n", "2"])
+    assert arguments.given == {"n": 2}
+    assert (arguments.max_new_tokens, arguments.stop, arguments.prompt) == (128, [], None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        ("generate hi --max-tokens 5", "for --max-tokens did you mean --max-new-tokens?"),
+        ("generate hi --num-beams=5", "for --num-beams did you mean --beams?"),
+        ("generate hi --temprature 1", "for --temprature did you mean --temperature?"),
+        ("generate hi --num_return_sequences 2", "did you mean --n?"),
+        ("generate hi --kv-cache-dtype int8", "did you mean --kv-dtype?"),
+        ("generate hi --gpu-memory-utilization 0.9", "did you mean --capacity?"),
+        ("calc --block-size 8", "did you mean --page-size?"),
+        ("calc --batch-size 8", "did you mean --batch?"),
+        ("bench offline --num-runs 2", "did you mean --repeats?"),
+        ("genrate hi", "did you mean generate?"),
+        ("bench cach", "did you mean cache?"),
+        ("quality --rotate hadamrd", "did you mean hadamard?"),
+    ],
+)
+def test_an_unknown_option_is_refused_with_the_one_that_is_meant(capsys, arguments, meant):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments.split())
+    assert ended.value.code == cli.EXIT_BAD_INPUT
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert meant in said.err
+
+
+def test_an_unknown_option_that_is_like_none_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "hi", "--qqq", "3"])
+    assert capsys.readouterr().err.endswith("unrecognized arguments: --qqq 3\n")
+
+
+def test_a_length_of_no_tokens_is_not_taken_for_none(capsys):
+    assert "--max-length: expected an integer >= 4096, got 0" in refusal(
+        capsys, "calc", *GEOMETRY, "--max-length", "0"
+    )

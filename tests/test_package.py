@@ -51,7 +51,9 @@ PUBLIC_NAMES = [
 
 # A module may import those before it, never those after it.
 IMPORT_ORDER = [
+    "autoload",
     "errors",
+    "names",
     "config",
     "models",
     "radix",
@@ -91,6 +93,7 @@ IMPORT_ORDER = [
     "scheduler",
     "request",
     "branch",
+    "checkpoint",
     "engine",
     "metrics",
     "bench_load",
@@ -105,9 +108,12 @@ IMPORT_ORDER = [
     "quality",
     "memory",
     "bench_engine",
+    "adapters",
     "langchain",
     "llama_index",
     "lm_eval",
+    "cli_common",
+    "cli_bench",
     "cli",
     "__main__",
 ]
