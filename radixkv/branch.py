@@ -56,7 +56,7 @@ class Branch:
         """
         self._check_open()
         tail_ids = self._engine.encode_tail(self.token_ids, tail)
-        self._engine.check_length(len(self.token_ids) + len(tail_ids), 0)
+        self._engine.limits.check_length(len(self.token_ids) + len(tail_ids), 0)
         self.token_ids = self.token_ids + tail_ids
 
     def generate(
@@ -71,7 +71,7 @@ class Branch:
         engine = self._engine
         chosen = engine.sampling_params(params, fields)
         handed: list[Lease | None] = []
-        engine.check_request(self.token_ids, chosen)
+        engine.limits.check_request(self.token_ids, chosen)
         guide = engine.make_guide(chosen)
         lease = self._take_fork()
         try:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import gc
 import logging
 import os
 import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Collection, Hashable, Iterator
+from collections.abc import AsyncIterator, Hashable
 from collections.abc import Sequence as SequenceABC
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,17 +20,20 @@ import torch
 
 from radixkv.batch import Run, build_batch
 from radixkv.branch import Branch
-from radixkv.cache import CacheStats, PrefixCache
+from radixkv.cache import PrefixCache
 from radixkv.config import BeamParams, KVConfig, SamplingParams, require_int, require_namespace
+from radixkv.drawing import draw
 from radixkv.errors import (
-    CapacityError,
-    ContextLengthError,
     EngineClosedError,
     RadixKVError,
 )
 from radixkv.fingerprint import WeightWatch, fingerprint
 from radixkv.guided import Guide, compute_ahead, make_guide
+from radixkv.limits import Limits
+from radixkv.loading import cpu_has_bfloat16, no_collections
+from radixkv.loop import run_steps
 from radixkv.model import ModelRunner
+from radixkv.progress import show_progress
 from radixkv.request import (
     BeamRequest,
     Delta,
@@ -41,17 +42,16 @@ from radixkv.request import (
     Score,
     ScoreRequest,
 )
-from radixkv.sampling import SamplerRow, sample
+from radixkv.sampling import SamplerRow
 from radixkv.scheduler import Output, Policy, Scheduler, longest_prefix_first
+from radixkv.stats import EngineStats, percentile
+from radixkv.stream import STREAM_DELTAS, Stream
 from radixkv.text import encode_continuation, encode_messages, encode_prompt, is_prompt
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-_PAUSED_S = 0.05  # how often one looks whether a paused request's reader has caught up
-_LINGER_S = 2.0  # how long the engine's thread stays when there is nothing to do
-_STREAM_DELTAS = 256  # that a stream's reader may lag behind before its request is paused
 _HISTORY = 4096  # requests and steps that the percentiles of `EngineStats` look back on
 _BATCH_TOKENS, _GPU_BATCH_TOKENS = 512, 1024  # most a step, unless the caller says otherwise
 
@@ -74,51 +74,6 @@ def _leave_engines_behind() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_engines_behind)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """What the engine has done since it was made.
-
-    Attributes:
-        requests_done, requests_failed, requests_aborted: ended requests, by how they ended.
-        requests_live: submitted and not ended.
-        prompt_tokens: of requests that were started.
-        cached_tokens: of those, tokens whose KV came from the cache.
-        prefill_tokens, decode_tokens: tokens that the model ran.
-        steps: batches that the model ran.
-        kv_bytes_read: bytes of K and V that attention read, in all layers; what a sliding
-            window hides is counted.
-        kv_bytes_alone: the same if no two sequences had read a shared page together.
-        preemptions: times that a sequence gave its pages back and waited again.
-        ttft_p50_s, ttft_p95_s: time to first token of recent requests; None before any.
-        token_p50_s, token_p95_s: time between tokens of recent requests.
-        batch_tokens_p50, batch_tokens_max: tokens of recent steps.
-        batch_seqs_p50, batch_seqs_max: sequences of recent steps.
-        cache: the cache's own statistics.
-    """
-
-    requests_done: int
-    requests_failed: int
-    requests_aborted: int
-    requests_live: int
-    prompt_tokens: int
-    cached_tokens: int
-    prefill_tokens: int
-    decode_tokens: int
-    steps: int
-    kv_bytes_read: int
-    kv_bytes_alone: int
-    preemptions: int
-    ttft_p50_s: float | None
-    ttft_p95_s: float | None
-    token_p50_s: float | None
-    token_p95_s: float | None
-    batch_tokens_p50: float | None
-    batch_tokens_max: int
-    batch_seqs_p50: float | None
-    batch_seqs_max: int
-    cache: CacheStats
 
 
 class Engine:
@@ -202,6 +157,9 @@ class Engine:
         self.cache.identify = lambda: _identify(reference)
         if max_batch_tokens is None:
             max_batch_tokens = _BATCH_TOKENS if self.cache.on_host else _GPU_BATCH_TOKENS
+        self.limits = Limits(
+            self.cache, self.vocab_size, self.max_positions, has_tokenizer=tokenizer is not None
+        )
         self._scheduler = Scheduler(self.cache, self._forward, max_batch_tokens, policy=policy)
         self._step_lock = threading.RLock()
         self._stepping: int | None = None  # ident of the thread inside a step
@@ -249,7 +207,7 @@ class Engine:
         """
         if snapshot is not None:
             Path(snapshot).stat()  # before the model is loaded: raises FileNotFoundError
-        with _no_collections():
+        with no_collections():
             from transformers import AutoModelForCausalLM, AutoTokenizer
 
             if device == "auto":
@@ -353,7 +311,7 @@ class Engine:
         for request in requests:
             request.listen(lambda: _call_soon(loop, changed.set))
         self._enqueue(requests)
-        bar = loop.run_in_executor(None, _show_progress, self, requests) if progress else None
+        bar = loop.run_in_executor(None, show_progress, self.cache, requests) if progress else None
         try:
             while not all(request.done for request in requests):
                 await changed.wait()
@@ -394,7 +352,7 @@ class Engine:
         loop = asyncio.get_running_loop()
         changed = asyncio.Event()
         request.listen(lambda: _call_soon(loop, changed.set))
-        request.max_deltas = _STREAM_DELTAS
+        request.max_deltas = STREAM_DELTAS
         self._enqueue([request])
         try:
             while True:
@@ -418,7 +376,7 @@ class Engine:
         self.check_open()
         require_namespace(namespace)
         token_ids = self._encode(prompt)
-        self.check_length(len(token_ids), 0)
+        self.limits.check_length(len(token_ids), 0)
         lease = None
         if len(token_ids) > 1:
             # Only what is cached is taken; the rest gets its pages when it is computed.
@@ -616,35 +574,9 @@ class Engine:
         self._totals["steps"] += 1
         self._batches.append((num_tokens, len(outputs)))
         if together:
-            self._sample(together)
+            draw(together)
         for one in alone:
-            self._sample([one])
-
-    def _sample(self, drawn: list[tuple[Output, list[SamplerRow]]]) -> None:
-        """Draw for all at once; if that fails one by one, so that only the one at fault fails."""
-        if len(drawn) == 1 and drawn[0][0].sequence.owner.done:
-            return
-        try:
-            logits, rows = _gather(drawn)
-            sampled = sample(logits, rows)
-        except Exception as error:
-            if len(drawn) == 1:
-                drawn[0][0].sequence.owner.fail(error)
-            else:
-                for one in drawn:
-                    self._sample([one])
-            return
-        now = time.perf_counter()
-        place = 0
-        for output, rows in drawn:
-            seq = output.sequence
-            request: Request = seq.owner
-            first, place = place, place + len(rows)
-            if not request.done:
-                try:
-                    request.on_sampled(seq, sampled[first:place], now)
-                except Exception as error:
-                    request.fail(error)
+            draw([one])
 
     def _forward(self, runs: list[Run]) -> Tensor:
         batch = build_batch(runs, self._runner.device)
@@ -668,7 +600,7 @@ class Engine:
         with self._wake:
             if self._thread is None:
                 self._thread = threading.Thread(
-                    target=_run_steps,
+                    target=run_steps,
                     args=(weakref.ref(self), self._wake, torch.get_num_threads()),
                     name="radixkv-engine",
                     daemon=True,
@@ -690,7 +622,7 @@ class Engine:
             raise
         try:
             if progress:
-                _show_progress(self, requests)
+                show_progress(self.cache, requests)
             for request in requests:
                 while not request.wait(1.0):
                     if self._closed:
@@ -749,62 +681,6 @@ class Engine:
                 f"Engine: expected a call between steps, got one from inside one of its own steps "
                 f"(a logits processor or callback), which would wait for itself; {instead}"
             )
-
-    def check_length(self, num_prompt: int, max_new_tokens: int) -> None:
-        """Raise ContextLengthError if the model has not that many positions."""
-        limit = self.max_positions
-        if limit is not None and num_prompt + max_new_tokens > limit:
-            raise ContextLengthError(
-                f"prompt: expected prompt plus max_new_tokens within the model's {limit} "
-                f"positions, got {num_prompt} + {max_new_tokens} = "
-                f"{num_prompt + max_new_tokens}; shorten the prompt or lower max_new_tokens"
-            )
-
-    def check_request(self, token_ids: list[int], params: SamplingParams | BeamParams) -> None:
-        """Raise what is wrong with a request before any work is done for it."""
-        num_prompt, max_new_tokens = len(token_ids), params.max_new_tokens
-        self.check_length(num_prompt, max_new_tokens)
-        if isinstance(params, BeamParams):
-            self._check_ids("BeamParams.stop_token_ids", params.stop_token_ids)
-            # All beams live at once: the prompt's whole pages once, the rest for each.
-            page_size = self.cache.config.page_size
-            shared = num_prompt // page_size
-            tail = -(-(num_prompt + max_new_tokens - 1) // page_size) - shared
-            self._check_pages(shared + params.width * tail, f"{params.width} beams")
-            return
-        self._check_ids("SamplingParams.stop_token_ids", params.stop_token_ids)
-        self._check_ids("SamplingParams.logit_bias", params.logit_bias or ())
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(params, name)
-            if value is not None:
-                require_int(f"SamplingParams.{name}", value, 0, self.vocab_size)
-        if params.stop and self.tokenizer is None:
-            raise ValueError(
-                "SamplingParams.stop: expected an engine with a tokenizer, got none; "
-                "use stop_token_ids"
-            )
-        self._check_tokens(num_prompt + max_new_tokens - 1, "prompt plus new tokens")
-
-    def _check_tokens(self, num_tokens: int, what: str) -> None:
-        page_size = self.cache.config.page_size
-        self._check_pages(-(-num_tokens // page_size), f"{num_tokens} tokens ({what})")
-
-    def _check_pages(self, num_pages: int, what: str) -> None:
-        total = self.cache.pool.num_pages
-        if num_pages > total:
-            page_size = self.cache.config.page_size
-            raise CapacityError(
-                f"{what}: needs {num_pages} pages of {page_size} tokens, but the pool has {total} "
-                f"({total * page_size} tokens); shorten the request or raise KVConfig.capacity "
-                f"to at least {num_pages * self.cache.codec.bytes_per_page} bytes"
-            )
-
-    def _check_ids(self, name: str, token_ids: Collection[int]) -> None:
-        for token_id in token_ids:
-            if token_id >= self.vocab_size:
-                raise ValueError(
-                    f"{name}: expected ids below the vocabulary's {self.vocab_size}, got {token_id}"
-                )
 
     def sampling_params(self, params: Any, fields_: dict[str, Any]) -> SamplingParams:
         """``params``, or new ones of ``fields_``; raises on both, or on an unknown field."""
@@ -866,8 +742,8 @@ class Engine:
             for tail in continuations
         ]
         longest = max(map(len, tails))
-        self.check_length(len(token_ids), longest)
-        self._check_tokens(len(token_ids) + longest - 1, "prompt plus continuation")
+        self.limits.check_length(len(token_ids), longest)
+        self.limits.check_tokens(len(token_ids) + longest - 1, "prompt plus continuation")
         return tails
 
     def _make_request(
@@ -883,7 +759,7 @@ class Engine:
         require_namespace(namespace)
         token_ids = self._encode(prompt)
         if isinstance(params, BeamParams) and not fields_:
-            self.check_request(token_ids, params)
+            self.limits.check_request(token_ids, params)
             return BeamRequest(
                 token_ids,
                 params,
@@ -894,7 +770,7 @@ class Engine:
                 record=record,
             )
         chosen = self.sampling_params(params, fields_)
-        self.check_request(token_ids, chosen)
+        self.limits.check_request(token_ids, chosen)
         return SampleRequest(
             token_ids,
             chosen,
@@ -958,13 +834,13 @@ class Engine:
             kv_bytes_read=totals["kv_read"],
             kv_bytes_alone=totals["kv_alone"],
             preemptions=self._scheduler.preemptions,
-            ttft_p50_s=_percentile(self._ttfts, 0.5),
-            ttft_p95_s=_percentile(self._ttfts, 0.95),
-            token_p50_s=_percentile(self._gaps, 0.5),
-            token_p95_s=_percentile(self._gaps, 0.95),
-            batch_tokens_p50=_percentile(tokens, 0.5),
+            ttft_p50_s=percentile(self._ttfts, 0.5),
+            ttft_p95_s=percentile(self._ttfts, 0.95),
+            token_p50_s=percentile(self._gaps, 0.5),
+            token_p95_s=percentile(self._gaps, 0.95),
+            batch_tokens_p50=percentile(tokens, 0.5),
             batch_tokens_max=max(tokens, default=0),
-            batch_seqs_p50=_percentile(seqs, 0.5),
+            batch_seqs_p50=percentile(seqs, 0.5),
             batch_seqs_max=max(seqs, default=0),
             cache=self.cache.stats(),
         )
@@ -1012,100 +888,6 @@ class Engine:
         self.close()
 
 
-class Stream(Iterator[Delta]):
-    """An iterator of `Delta`; closing, dropping or leaving it aborts its request.
-
-    Attributes:
-        request: what it streams; `Request.result` gives the whole at the end.
-    """
-
-    def __init__(self, engine: Engine, request: Request) -> None:
-        self._engine = engine
-        self.request = request
-        self._changed = threading.Event()
-        self._ready: deque[Delta] = deque()
-        self._over = False
-        request.listen(self._changed.set)
-        request.max_deltas = _STREAM_DELTAS
-        engine._enqueue([request])
-
-    def __iter__(self) -> Stream:
-        return self
-
-    def __next__(self) -> Delta:
-        while not self._ready:
-            done = self.request.done
-            self._ready.extend(self.request.take_deltas())
-            if self._ready:
-                with self._engine._wake:  # it may have been paused for want of this
-                    self._engine._wake.notify_all()
-                break
-            if done:
-                if self.request.error is not None and not self._over:
-                    self._over = True  # raised once; then the iterator is at its end
-                    raise self.request.error
-                raise StopIteration
-            self._engine.check_process()
-            self._engine.check_outside()
-            self._changed.wait()
-            self._changed.clear()
-        return self._ready.popleft()
-
-    def close(self) -> None:
-        """Abort the request, if it still runs, and give its pages back."""
-        self._engine._abort([self.request])
-        self._ready.clear()
-        self.request.take_deltas()
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        # May run at any moment, also inside a call that holds the cache's lock: never wait here.
-        if hasattr(self, "_ready") and not self.request.done:
-            self.request.aborted = True
-            with self._engine._wake:
-                self._engine._wake.notify_all()
-
-
-def _run_steps(
-    engine_ref: weakref.ref[Engine], wake: threading.Condition, num_threads: int
-) -> None:
-    """The engine's thread: steps while there is work, lingers, and ends."""
-    torch.set_num_threads(num_threads)  # a new thread starts with the default
-    idle_since = time.perf_counter()
-    while True:
-        engine = engine_ref()
-        if engine is None:
-            return
-        if engine._closed:
-            engine._thread = None
-            return
-        if engine._inbox or engine._live:
-            try:
-                with engine._step_lock:
-                    if not engine._closed:
-                        engine._step()
-            except BaseException:
-                # SystemExit from a callback, say. Its requests have failed with it; the thread
-                # goes on for those that come.
-                logger.exception("a step was ended from inside")
-            idle_since = time.perf_counter()
-            if engine._inbox or engine._scheduler.has_work:
-                continue
-        with wake:
-            if not engine._inbox and not engine._closed:
-                if not engine._live and time.perf_counter() - idle_since > _LINGER_S:
-                    engine._thread = None
-                    return
-                timeout_s = _PAUSED_S if engine._live else _LINGER_S / 2
-                del engine  # an engine that nobody uses must not be kept alive from here
-                wake.wait(timeout_s)
-
-
 def _identify(engine_ref: weakref.ref[Engine]) -> dict[str, str]:
     engine = engine_ref()
     if engine is None:
@@ -1113,86 +895,9 @@ def _identify(engine_ref: weakref.ref[Engine]) -> dict[str, str]:
     return engine.fingerprint()
 
 
-def _gather(
-    drawn: list[tuple[Output, list[SamplerRow]]],
-) -> tuple[Tensor, list[SamplerRow]]:
-    """The rows to draw, and their logits, without a copy where they stand so already."""
-    batch_logits = drawn[0][0].batch_logits
-    assert batch_logits is not None
-    places: list[int] = []
-    every: list[SamplerRow] = []
-    are_together = True
-    for (_, _, stop, logits_from, logits, row, _), rows in drawn:
-        are_together &= logits is batch_logits
-        places += [row + stop - 1 - logits_from] * len(rows)
-        every += rows
-    if not are_together:  # they were run one by one
-        last = [output.logits[-1:].expand(len(rows), -1) for output, rows in drawn]
-        return torch.cat(last), every
-    if places != list(range(batch_logits.shape[0])):
-        batch_logits = batch_logits[torch.tensor(places, device=batch_logits.device)]
-    return batch_logits, every
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """No cyclic garbage collection within the block, if there was any.
-
-    Half a million objects come with the imports and stay: looking at them again and again takes
-    a tenth of the whole.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            if not gc.get_freeze_count():  # else what its owner froze would be thawed
-                gc.freeze()  # and at once back: all count as old now, without having been looked at
-                gc.unfreeze()
-            gc.enable()
-
-
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Any) -> None:
     if not loop.is_closed():
         loop.call_soon_threadsafe(callback)
-
-
-def _show_progress(engine: Engine, requests: list[Request]) -> None:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(
-            "{task.fields[rate]:.0f} tokens/s, {task.fields[hits]:.0%} of prompts cached, "
-            "{task.fields[used]:.0%} of pages in use"
-        ),
-    )
-    started = time.perf_counter()
-    with Progress(*columns) as bar:
-        task = bar.add_task("requests", total=len(requests), rate=0.0, hits=0.0, used=0.0)
-        while True:
-            open_ones = [request for request in requests if not request.done]
-            tokens = sum(request.num_tokens for request in requests)
-            prompts = sum(len(request.prompt_token_ids) for request in requests)
-            cached = sum(request.cached_tokens for request in requests)
-            bar.update(
-                task,
-                completed=len(requests) - len(open_ones),
-                rate=tokens / max(time.perf_counter() - started, 1e-9),
-                hits=cached / prompts,
-                used=1 - engine.cache.num_free_pages / engine.cache.pool.num_pages,
-            )
-            if not open_ones or any(request.error for request in requests):
-                return
-            open_ones[0].wait(0.1)
-
-
-def _percentile(values: Collection[float], share: float) -> float | None:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
 
 
 def _eos_token_ids(model: Any) -> frozenset[int]:
@@ -1203,17 +908,3 @@ def _eos_token_ids(model: Any) -> frozenset[int]:
                 eos = eos.flatten().tolist()
             return frozenset(int(i) for i in (eos if isinstance(eos, (list, tuple)) else [eos]))
     return frozenset()
-
-
-def cpu_has_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 itself (AVX-512 BF16 or AMX on x86, BF16 on Arm)."""
-    flags: set[str] = set()
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return False
-    for line in lines:
-        if line.startswith(("flags", "Features")):
-            flags = set(line.split())
-            break
-    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})

@@ -496,7 +496,7 @@ def test_a_stream_that_nobody_reads_is_paused(
     tiny_model: Any, byte_tokenizer: Any, monkeypatch: Any
 ) -> None:
     model = tiny_model("llama")
-    monkeypatch.setattr("radixkv.engine._STREAM_DELTAS", 8)
+    monkeypatch.setattr("radixkv.stream.STREAM_DELTAS", 8)
     with Engine(model, byte_tokenizer, kv=kv()) as engine:
         fields: dict[str, Any] = dict(temperature=0, max_new_tokens=60, ignore_eos=True)
         expected = engine.generate("the engine", **fields).samples[0].token_ids
