@@ -12,6 +12,7 @@ import fractions
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -151,7 +152,8 @@ def make(kind: type, fields: dict[str, Any]) -> Any:
 
 def encode(tokenizer: Any, prompt: Any) -> None:
     """A prompt and a continuation: ids of the vocabulary, or a documented error."""
-    for how in (encode_prompt, encode_continuation):
+    ways = (encode_prompt, partial(encode_continuation, after=[7, 9]))
+    for how in ways:
         try:
             ids = how(tokenizer, prompt, vocab_size=VOCAB_SIZE)
         except DOCUMENTED:

@@ -724,7 +724,9 @@ class Engine:
                 eos_token_ids=self.eos_token_ids,
                 vocab_size=self.vocab_size,
             )
-        return encode_continuation(self.tokenizer, tail, vocab_size=self.vocab_size)
+        return encode_continuation(
+            self.tokenizer, tail, after=token_ids, vocab_size=self.vocab_size
+        )
 
     def encode_continuations(
         self, token_ids: list[int], continuations: SequenceABC[Any]
@@ -738,7 +740,7 @@ class Engine:
         if not continuations:
             raise ValueError("continuations: expected at least one, got none")
         tails = [
-            encode_continuation(self.tokenizer, tail, vocab_size=self.vocab_size)
+            encode_continuation(self.tokenizer, tail, after=token_ids, vocab_size=self.vocab_size)
             for tail in continuations
         ]
         longest = max(map(len, tails))

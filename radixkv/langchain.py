@@ -60,7 +60,7 @@ class RadixKVLLM(BaseLLM):
         if not text:
             return []
         engine = self.engine
-        return encode_continuation(engine.tokenizer, text, vocab_size=engine.vocab_size)
+        return encode_continuation(engine.tokenizer, text, after=(), vocab_size=engine.vocab_size)
 
     def _sampling(self, stop: list[str] | None, fields: dict[str, Any]) -> SamplingParams:
         if stop is not None:

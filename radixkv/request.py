@@ -398,6 +398,7 @@ class SampleRequest(Request):
                     tokenizer,
                     skip_special_tokens=params.skip_special_tokens,
                     stop=params.stop if tokenizer is not None else (),
+                    after=prompt_token_ids,
                 ),
             )
             for i in range(params.n)
@@ -658,7 +659,11 @@ class BeamRequest(Request):
         return Result(self.prompt_token_ids, samples, self.cached_tokens, None, self.metrics)
 
     def _text(self, token_ids: list[int], *, ended: bool) -> str:
-        stream = TextStream(self._tokenizer, skip_special_tokens=self.params.skip_special_tokens)
+        stream = TextStream(
+            self._tokenizer,
+            skip_special_tokens=self.params.skip_special_tokens,
+            after=self.prompt_token_ids,
+        )
         return stream.push(token_ids[:-1] if ended else token_ids) + stream.finish()
 
 
