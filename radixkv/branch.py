@@ -173,6 +173,12 @@ class Branch:
             self._lease.release()
         self._lease = lease
 
+    def __del__(self) -> None:
+        # A forgotten branch gives its pages back at once. May run at any moment: never wait.
+        lease = getattr(self, "_lease", None)
+        if lease is not None:
+            lease.abandon()
+
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosedError("Branch: expected an open branch, got a closed one; open anew")

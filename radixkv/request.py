@@ -26,6 +26,7 @@ from radixkv.beam import BeamSearch
 from radixkv.cache import Lease
 from radixkv.config import BeamParams, SamplingParams
 from radixkv.errors import EngineClosedError, RadixKVError
+from radixkv.failures import copy_of
 from radixkv.guided import Guide
 from radixkv.sampling import Sampled, SamplerRow, fresh_seed, top_logprobs
 from radixkv.scheduler import Output, Scheduler, Sequence
@@ -203,8 +204,13 @@ class Request:
                 "call Engine.step() until request.done"
             )
         if self.error is not None:
-            raise self.error
+            raise copy_of(self.error)
         return self._result
+
+    def take_outcome(self) -> Any:
+        """Its result, or the error that it failed with, which it forgets: it is the caller's."""
+        error, self.error = self.error, None
+        return self._result if error is None else error
 
     def take_deltas(self) -> list[Delta]:
         """The deltas that came since the last call."""
@@ -289,11 +295,7 @@ class Request:
             self.metrics.ttft_s = now - self._submitted
 
     def _notify(self) -> None:
-        for callback in self._listeners:
-            try:
-                callback()
-            except Exception:  # not this request's fault, and it may have ended already
-                logger.exception("a listener of a request raised")
+        _call_all(self._listeners)
 
     def _free(self) -> None:
         for seq in list(self._sequences):
@@ -329,9 +331,26 @@ class Request:
         self.metrics.total_s = time.perf_counter() - self._submitted
         if self.on_end is not None:
             self.on_end(self)
+        listeners = list(self._listeners)
+        self._let_go()
         self.done = True
         self._ended.set()
-        self._notify()
+        _call_all(listeners)
+
+    def _let_go(self) -> None:
+        """Drop what refers back to this request: it goes with its last reference, leases too."""
+        self._sequences.clear()
+        self._scheduler = None
+        self.on_end = None
+        self._listeners.clear()
+
+
+def _call_all(listeners: list[Callable[[], None]]) -> None:
+    for callback in listeners:
+        try:
+            callback()
+        except Exception:  # not this request's fault, and it may have ended already
+            logger.exception("a listener of a request raised")
 
 
 def _aborted() -> EngineClosedError:
@@ -525,6 +544,11 @@ class SampleRequest(Request):
             assert self._on_lease is not None
             self._on_lease(lease)
 
+    def _let_go(self) -> None:
+        super()._let_go()
+        self._index.clear()
+        self._on_lease = None
+
     def partial_result(self) -> Result:
         samples = []
         for i, state in enumerate(self._samples):
@@ -634,6 +658,11 @@ class BeamRequest(Request):
         for seq in list(self._sequences):
             self._remove(seq, commit=len(self.prompt_token_ids))
 
+    def _let_go(self) -> None:
+        super()._let_go()
+        self._beams = []
+        self._logits.clear()
+
     def partial_result(self) -> Result:
         num_prompt = len(self.prompt_token_ids)
         if self._search.done:
@@ -733,6 +762,10 @@ class ScoreRequest(Request):
         ids = torch.tensor(targets, device=logprobs.device)
         self._logprobs[index] += logprobs.gather(1, ids[:, None])[:, 0].tolist()
         self._greedy[index] &= bool((logprobs.argmax(dim=-1) == ids).all())
+
+    def _let_go(self) -> None:
+        super()._let_go()
+        self._index.clear()
 
     def abort(self) -> None:
         """End with an error: half a score is none."""
