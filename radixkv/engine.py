@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncIterator, Hashable
 from collections.abc import Sequence as SequenceABC
 from dataclasses import fields
@@ -32,6 +32,7 @@ from radixkv.guided import Guide, compute_ahead, make_guide
 from radixkv.limits import Limits
 from radixkv.loading import cpu_has_bfloat16, no_collections
 from radixkv.loop import run_steps
+from radixkv.many import deliver, prompt_name, require_on_error, split_prompts
 from radixkv.model import ModelRunner
 from radixkv.progress import show_progress
 from radixkv.request import (
@@ -44,15 +45,14 @@ from radixkv.request import (
 )
 from radixkv.sampling import SamplerRow
 from radixkv.scheduler import Output, Policy, Scheduler, longest_prefix_first
-from radixkv.stats import EngineStats, percentile
+from radixkv.stats import EngineStats, Tally
 from radixkv.stream import STREAM_DELTAS, Stream
-from radixkv.text import encode_continuation, encode_messages, encode_prompt, is_prompt
+from radixkv.text import encode_continuation, encode_messages, encode_prompt
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-_HISTORY = 4096  # requests and steps that the percentiles of `EngineStats` look back on
 _BATCH_TOKENS, _GPU_BATCH_TOKENS = 512, 1024  # most a step, unless the caller says otherwise
 
 logger = logging.getLogger("radixkv")
@@ -169,10 +169,7 @@ class Engine:
         self._live: dict[Request, None] = {}
         self._branches: weakref.WeakSet[Branch] = weakref.WeakSet()
         self._pid = os.getpid()
-        self._totals: Counter[str] = Counter()
-        self._ttfts: deque[float] = deque(maxlen=_HISTORY)
-        self._gaps: deque[float] = deque(maxlen=_HISTORY)
-        self._batches: deque[tuple[int, int]] = deque(maxlen=_HISTORY)
+        self._tally = Tally()
         self._closed = False
         _open_engines.add(self)
 
@@ -270,6 +267,7 @@ class Engine:
         *,
         namespace: Hashable = None,
         progress: bool = False,
+        on_error: str = "raise",
         **fields: Any,
     ) -> Any:
         """Run one prompt or a list of prompts as one batch, and wait for the end.
@@ -281,19 +279,29 @@ class Engine:
             namespace: prompts of different namespaces never share cached KV; anything
                 hashable, and those that compare equal are one (``1 == True``).
             progress: show a bar with tokens and cache hits.
+            on_error: what becomes of a prompt that fails, by itself or while it runs.
+                ``"raise"``: bad prompts are found before anything runs, and the first is raised;
+                of those that fail while they run the first is raised when all have ended.
+                ``"return"``: its exception stands in its place, all others are served.
             fields: of `SamplingParams`, instead of ``params``.
 
         Returns:
-            A `Result` for one prompt; a list of them, in the prompts' order, for a list.
+            A `Result` for one prompt; a list of them, in the prompts' order, for a list. With
+            ``on_error="return"`` an exception in place of each that failed.
 
         Raises:
             ValueError, TypeError: a prompt or option that cannot be used; nothing was run.
             ContextLengthError: prompt plus new tokens over the model's positions.
             CapacityError: a request that cannot fit the page pool even alone.
+            Exception: what a request failed with.
+
+            A prompt's error has ``index``, its place, and ``results``, a list of what the others
+            gave, None for what did not finish; all are None if nothing ran.
         """
-        single, requests = self._make_requests(prompts, params, namespace, fields)
-        results = self.run_all(requests, progress=progress)
-        return results[0] if single else results
+        single, made = self._make_requests(prompts, params, namespace, fields, on_error)
+        requests = [request for request in made if isinstance(request, Request)]
+        self._run(requests, progress=progress)
+        return deliver(_outcomes(made), is_one=single, on_error=on_error)
 
     async def agenerate(
         self,
@@ -302,10 +310,12 @@ class Engine:
         *,
         namespace: Hashable = None,
         progress: bool = False,
+        on_error: str = "raise",
         **fields: Any,
     ) -> Any:
         """`generate` for asyncio; cancelling the task aborts its requests."""
-        single, requests = self._make_requests(prompts, params, namespace, fields)
+        single, made = self._make_requests(prompts, params, namespace, fields, on_error)
+        requests = [request for request in made if isinstance(request, Request)]
         loop = asyncio.get_running_loop()
         changed = asyncio.Event()
         for request in requests:
@@ -321,8 +331,7 @@ class Engine:
         except BaseException:  # cancelled, or the bar's own error
             await asyncio.shield(loop.run_in_executor(None, self._abort, requests))
             raise
-        results = self._results(requests)
-        return results[0] if single else results
+        return deliver(_outcomes(made), is_one=single, on_error=on_error)
 
     def stream(
         self,
@@ -448,21 +457,21 @@ class Engine:
                 self._deliver(outputs, progressed)
             self._settle(progressed)
         except BaseException as error:
-            # Not one sequence's fault: none that is live can be trusted to go on.
-            failure: Exception
-            if isinstance(error, Exception):
-                failure = error
-            else:
-                failure = RadixKVError(f"Engine: the step was ended by {type(error).__name__}")
-            for request in list(self._live):
-                request.fail(failure)
-                progressed[request] = None
-            self._settle(progressed)
-            if failure is not error:
+            self._fail_all(error, progressed)
+            if not isinstance(error, Exception):
                 raise
         finally:
             self._stepping = None
         return list(progressed)
+
+    def _fail_all(self, error: BaseException, progressed: dict[Request, None]) -> None:
+        """End all that is live: what ended a step is not one sequence's fault."""
+        if not isinstance(error, Exception):
+            error = RadixKVError(f"Engine: the step was ended by {type(error).__name__}")
+        for request in list(self._live):
+            request.fail(error)
+            progressed[request] = None
+        self._settle(progressed)
 
     def reset_cache(self) -> None:
         """Drop all cached KV, because the model now computes another.
@@ -571,8 +580,7 @@ class Engine:
             if wanted:
                 one = output, wanted
                 (alone if wanted[0].params.logits_processors else together).append(one)
-        self._totals["steps"] += 1
-        self._batches.append((num_tokens, len(outputs)))
+        self._tally.count_step(num_tokens, len(outputs))
         if together:
             draw(together)
         for one in alone:
@@ -582,13 +590,14 @@ class Engine:
         batch = build_batch(runs, self._runner.device)
         logits = self._runner.forward(batch, self.cache)
         reads, bytes_per_token = batch.attention.reads, self.cache.codec.bytes_per_token
-        self._totals["kv_read"] += reads.tokens * bytes_per_token
-        self._totals["kv_alone"] += reads.tokens_alone * bytes_per_token
+        self._tally.count_reads(
+            reads.tokens * bytes_per_token, reads.tokens_alone * bytes_per_token
+        )
         return logits
 
     def _put(self, requests: list[Request]) -> None:
         for request in requests:
-            request.on_end = self._count
+            request.on_end = self._tally.count_request
         with self._wake:
             self.check_open()  # within: what comes after `close` has looked would never end
             self._inbox.extend(requests)
@@ -612,13 +621,29 @@ class Engine:
                     raise
 
     def run_all(self, requests: list[Any], *, progress: bool = False) -> list[Any]:
-        """Run requests to their end; if one fails, the others are aborted and its error raised."""
+        """Run requests to their end and return what each gave; raises the first one's error."""
+        self._run(requests, progress=progress)
+        results = [request.take_outcome() for request in requests]
+        for outcome in results:
+            if isinstance(outcome, BaseException):
+                results.clear()
+                try:
+                    raise outcome
+                finally:
+                    del outcome  # else this frame, which its traceback holds, would hold it
+        return results
+
+    def _run(self, requests: list[Any], *, progress: bool = False) -> None:
+        """Run requests to their end, whatever it is; those that still run if it raises end."""
+        if not requests:
+            return
         try:
             self.check_outside()
             self._enqueue(requests)
         except BaseException as error:
             for request in requests:  # they may have brought leases
                 request.fail(error)
+                request.error = None  # no cycle: it is raised
             raise
         try:
             if progress:
@@ -627,17 +652,8 @@ class Engine:
                 while not request.wait(1.0):
                     if self._closed:
                         raise EngineClosedError("Engine: closed while the request was running")
-                if request.error is not None:
-                    break
-            return self._results(requests)
         finally:
             self._abort([request for request in requests if not request.done])
-
-    def _results(self, requests: list[Any]) -> list[Any]:
-        for request in requests:
-            if request.done and request.error is not None:
-                raise request.error
-        return [request.result() for request in requests]
 
     def _abort(self, requests: list[Request]) -> None:
         """End ``requests`` and free their pages before this returns.
@@ -756,12 +772,15 @@ class Engine:
         fields_: dict[str, Any],
         *,
         record: bool = False,
+        name: str = "prompt",
     ) -> Request:
         self.check_open()
         require_namespace(namespace)
-        token_ids = self._encode(prompt)
-        if isinstance(params, BeamParams) and not fields_:
-            self.limits.check_request(token_ids, params)
+        if not isinstance(params, BeamParams) or fields_:
+            params = self.sampling_params(params, fields_)
+        token_ids = encode_prompt(self.tokenizer, prompt, vocab_size=self.vocab_size, name=name)
+        self.limits.check_request(token_ids, params, name=name)
+        if isinstance(params, BeamParams):
             return BeamRequest(
                 token_ids,
                 params,
@@ -771,81 +790,69 @@ class Engine:
                 self.vocab_size,
                 record=record,
             )
-        chosen = self.sampling_params(params, fields_)
-        self.limits.check_request(token_ids, chosen)
         return SampleRequest(
             token_ids,
-            chosen,
+            params,
             namespace,
             self.tokenizer,
             self.eos_token_ids,
-            guide=self.make_guide(chosen),
+            guide=self.make_guide(params),
             record=record,
         )
 
     def _make_requests(
-        self, prompts: Any, params: Any, namespace: Hashable, fields_: dict[str, Any]
-    ) -> tuple[bool, list[Request]]:
+        self,
+        prompts: Any,
+        params: Any,
+        namespace: Hashable,
+        fields_: dict[str, Any],
+        on_error: str,
+    ) -> tuple[bool, list[Request | Exception]]:
+        """Whether it is one prompt, and a request for each, or why it can't be one.
+
+        Raises:
+            Exception: one that is not a single prompt's; or the first prompt's, unless
+                ``on_error`` is ``"return"``.
+        """
         self.check_open()
-        single = is_prompt(prompts)
-        each = [prompts] if single else list(prompts)
+        require_on_error(on_error)
+        require_namespace(namespace)
+        single, each = split_prompts(prompts)
         if isinstance(params, (list, tuple)):
             if len(params) != len(each):
                 raise ValueError(
                     f"params: expected one for each of {len(each)} prompts, got {len(params)}"
                 )
+            if fields_:
+                self.sampling_params(params, fields_)  # says that it is one or the other
             chosen = list(params)
         else:
+            if not isinstance(params, BeamParams) or fields_:
+                params = self.sampling_params(params, fields_)
             chosen = [params] * len(each)
-        return single, [
-            self._make_request(prompt, param, namespace, fields_)
-            for prompt, param in zip(each, chosen, strict=True)
-        ]
+        made: list[Request | Exception] = []
+        for i, (prompt, param) in enumerate(zip(each, chosen, strict=True)):
+            made.append(self._try_make(prompt, param, namespace, prompt_name(i, single)))
+            if on_error == "raise" and isinstance(made[-1], Exception):
+                failure = [None] * i + [made.pop()] + [None] * (len(each) - i - 1)
+                deliver(failure, is_one=single, on_error=on_error)
+        return single, made
+
+    def _try_make(
+        self, prompt: Any, params: Any, namespace: Hashable, name: str
+    ) -> Request | Exception:
+        try:
+            return self._make_request(prompt, params, namespace, {}, name=name)
+        except Exception as error:
+            return error
 
     # -- statistics, end ---------------------------------------------------------------------
-
-    def _count(self, request: Request) -> None:
-        how = "failed" if request.error else "aborted" if request.aborted else "done"
-        totals = self._totals
-        totals[how] += 1
-        totals["prompt"] += len(request.prompt_token_ids)
-        totals["cached"] += request.cached_tokens
-        totals["prefill"] += request.metrics.prefill_tokens
-        totals["decode"] += request.metrics.decode_tokens
-        if request.num_tokens:
-            self._ttfts.append(request.metrics.ttft_s)
-        self._gaps.extend(request.token_gaps)
 
     def stats(self) -> EngineStats:
         """What has been done so far."""
         self.check_open()
-        totals = self._totals
-        batches = list(self._batches)  # the engine's thread goes on appending
-        tokens = [tokens for tokens, _ in batches]
-        seqs = [seqs for _, seqs in batches]
-        return EngineStats(
-            requests_done=totals["done"],
-            requests_failed=totals["failed"],
-            requests_aborted=totals["aborted"],
-            requests_live=sum(not request.done for request in [*self._inbox, *self._live]),
-            prompt_tokens=totals["prompt"],
-            cached_tokens=totals["cached"],
-            prefill_tokens=totals["prefill"],
-            decode_tokens=totals["decode"],
-            steps=totals["steps"],
-            kv_bytes_read=totals["kv_read"],
-            kv_bytes_alone=totals["kv_alone"],
-            preemptions=self._scheduler.preemptions,
-            ttft_p50_s=percentile(self._ttfts, 0.5),
-            ttft_p95_s=percentile(self._ttfts, 0.95),
-            token_p50_s=percentile(self._gaps, 0.5),
-            token_p95_s=percentile(self._gaps, 0.95),
-            batch_tokens_p50=percentile(tokens, 0.5),
-            batch_tokens_max=max(tokens, default=0),
-            batch_seqs_p50=percentile(seqs, 0.5),
-            batch_seqs_max=max(seqs, default=0),
-            cache=self.cache.stats(),
-        )
+        live = sum(not request.done for request in [*self._inbox, *self._live])
+        return self._tally.stats(live, self._scheduler.preemptions, self.cache.stats())
 
     @property
     def is_closed(self) -> bool:
@@ -895,6 +902,10 @@ def _identify(engine_ref: weakref.ref[Engine]) -> dict[str, str]:
     if engine is None:
         raise EngineClosedError("PrefixCache: expected a cache whose engine is open; keep it")
     return engine.fingerprint()
+
+
+def _outcomes(made: list[Request | Exception]) -> list[Any]:
+    return [one.take_outcome() if isinstance(one, Request) else one for one in made]
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Any) -> None:

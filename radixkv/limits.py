@@ -26,20 +26,22 @@ class Limits:
     max_positions: int | None
     has_tokenizer: bool
 
-    def check_length(self, num_prompt: int, max_new_tokens: int) -> None:
+    def check_length(self, num_prompt: int, max_new_tokens: int, name: str = "prompt") -> None:
         """Raise ContextLengthError if the model has not that many positions."""
         limit = self.max_positions
         if limit is not None and num_prompt + max_new_tokens > limit:
             raise ContextLengthError(
-                f"prompt: expected prompt plus max_new_tokens within the model's {limit} "
+                f"{name}: expected prompt plus max_new_tokens within the model's {limit} "
                 f"positions, got {num_prompt} + {max_new_tokens} = "
                 f"{num_prompt + max_new_tokens}; shorten the prompt or lower max_new_tokens"
             )
 
-    def check_request(self, token_ids: list[int], params: SamplingParams | BeamParams) -> None:
+    def check_request(
+        self, token_ids: list[int], params: SamplingParams | BeamParams, name: str = "prompt"
+    ) -> None:
         """Raise what is wrong with a request before any work is done for it."""
         num_prompt, max_new_tokens = len(token_ids), params.max_new_tokens
-        self.check_length(num_prompt, max_new_tokens)
+        self.check_length(num_prompt, max_new_tokens, name)
         if isinstance(params, BeamParams):
             self._check_ids("BeamParams.stop_token_ids", params.stop_token_ids)
             # All beams live at once: the prompt's whole pages once, the rest for each.

@@ -35,6 +35,6 @@ def show_progress(cache: PrefixCache, requests: list[Request]) -> None:
                 hits=cached / prompts,
                 used=1 - cache.num_free_pages / cache.pool.num_pages,
             )
-            if not open_ones or any(request.error for request in requests):
+            if not open_ones:
                 return
             open_ones[0].wait(0.1)

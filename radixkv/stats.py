@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from radixkv.cache import CacheStats
+from radixkv.request import Request
+
+_HISTORY = 4096  # requests and steps that the percentiles of `EngineStats` look back on
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,69 @@ class EngineStats:
     batch_seqs_p50: float | None
     batch_seqs_max: int
     cache: CacheStats
+
+
+class Tally:
+    """What an engine counts as it runs."""
+
+    def __init__(self) -> None:
+        self._totals: Counter[str] = Counter()
+        self._ttfts: deque[float] = deque(maxlen=_HISTORY)
+        self._gaps: deque[float] = deque(maxlen=_HISTORY)
+        self._batches: deque[tuple[int, int]] = deque(maxlen=_HISTORY)
+
+    def count_step(self, num_tokens: int, num_seqs: int) -> None:
+        """Count a batch that the model ran."""
+        self._totals["steps"] += 1
+        self._batches.append((num_tokens, num_seqs))
+
+    def count_reads(self, num_bytes: int, num_bytes_alone: int) -> None:
+        """Count the bytes of KV that a step read, and what it had read without sharing."""
+        self._totals["kv_read"] += num_bytes
+        self._totals["kv_alone"] += num_bytes_alone
+
+    def count_request(self, request: Request) -> None:
+        """Count a request that has ended."""
+        how = "failed" if request.error else "aborted" if request.aborted else "done"
+        totals = self._totals
+        totals[how] += 1
+        totals["prompt"] += len(request.prompt_token_ids)
+        totals["cached"] += request.cached_tokens
+        totals["prefill"] += request.metrics.prefill_tokens
+        totals["decode"] += request.metrics.decode_tokens
+        if request.num_tokens:
+            self._ttfts.append(request.metrics.ttft_s)
+        self._gaps.extend(request.token_gaps)
+
+    def stats(self, num_live: int, preemptions: int, cache: CacheStats) -> EngineStats:
+        """All of it, with what others count."""
+        totals = self._totals
+        batches = list(self._batches)  # the engine's thread goes on appending
+        tokens = [tokens for tokens, _ in batches]
+        seqs = [seqs for _, seqs in batches]
+        return EngineStats(
+            requests_done=totals["done"],
+            requests_failed=totals["failed"],
+            requests_aborted=totals["aborted"],
+            requests_live=num_live,
+            prompt_tokens=totals["prompt"],
+            cached_tokens=totals["cached"],
+            prefill_tokens=totals["prefill"],
+            decode_tokens=totals["decode"],
+            steps=totals["steps"],
+            kv_bytes_read=totals["kv_read"],
+            kv_bytes_alone=totals["kv_alone"],
+            preemptions=preemptions,
+            ttft_p50_s=percentile(self._ttfts, 0.5),
+            ttft_p95_s=percentile(self._ttfts, 0.95),
+            token_p50_s=percentile(self._gaps, 0.5),
+            token_p95_s=percentile(self._gaps, 0.95),
+            batch_tokens_p50=percentile(tokens, 0.5),
+            batch_tokens_max=max(tokens, default=0),
+            batch_seqs_p50=percentile(seqs, 0.5),
+            batch_seqs_max=max(seqs, default=0),
+            cache=cache,
+        )
 
 
 def percentile(values: Collection[float], share: float) -> float | None:

@@ -52,6 +52,7 @@ PUBLIC_NAMES = [
 # A module may import those before it, never those after it.
 IMPORT_ORDER = [
     "errors",
+    "failures",
     "config",
     "models",
     "radix",
@@ -93,6 +94,7 @@ IMPORT_ORDER = [
     "drawing",
     "loading",
     "loop",
+    "many",
     "branch",
     "engine",
     "metrics",
