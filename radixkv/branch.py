@@ -12,6 +12,7 @@ from radixkv.request import PrefillRequest, Result, SampleRequest, Score, ScoreR
 
 if TYPE_CHECKING:
     from radixkv.engine import Engine
+    from radixkv.text import Conversation
 
 
 class Branch:
@@ -35,6 +36,7 @@ class Branch:
         *,
         lease: Lease | None = None,
         cached_tokens: int = 0,
+        conversation: Conversation | None = None,
     ) -> None:
         self._engine = engine
         self._closed = False
@@ -42,22 +44,47 @@ class Branch:
         self.token_ids = token_ids
         self.namespace = namespace
         self.cached_tokens = cached_tokens
+        self._conversation = conversation
+        self._num_ended = 0  # tokens when the last of them ended a sample: that one is no text
         engine.adopt(self)
 
     def append(self, tail: Any) -> None:
         """Add text, token ids, or chat messages to the end; they are run when needed.
 
-        Messages are rendered as the model's chat template continues a conversation, up to and
-        including the assistant's next turn's opening.
+        Messages go on by the model's chat template, up to the opening of the next answer. A
+        branch that was opened with a chat then holds the template's tokens for the whole chat,
+        what was generated as the assistant's message; where the template has an earlier turn
+        otherwise (thoughts left out, white space stripped, other tokens for the same text),
+        tokens are replaced from there, and run when needed. In other branches the answer is
+        closed as the template closes one, and ``messages`` follow.
 
         Raises:
             ValueError, TypeError: as for a prompt; the branch is unchanged.
             ContextLengthError: more tokens than the model has positions.
         """
         self._check_open()
-        tail_ids = self._engine.encode_tail(self.token_ids, tail)
-        self._engine.limits.check_length(len(self.token_ids) + len(tail_ids), 0)
-        self.token_ids = self.token_ids + tail_ids
+        token_ids, conversation = self._engine.encode_tail(
+            self.token_ids,
+            tail,
+            self._conversation,
+            ended=self._num_ended == len(self.token_ids),
+        )
+        self._engine.limits.check_length(len(token_ids), 0)
+        self._replace(token_ids)
+        self._conversation = conversation
+        self._num_ended = 0
+
+    def _replace(self, token_ids: list[int]) -> None:
+        """Hold ``token_ids``, with the KV of as many as begin like those until now."""
+        pairs = enumerate(zip(self.token_ids, token_ids, strict=False))
+        shorter = min(len(self.token_ids), len(token_ids))
+        num_same = next((i for i, (old, new) in pairs if old != new), shorter)
+        if num_same < len(self.token_ids):
+            if num_same:
+                self.truncate(num_same)
+            else:
+                self._hold(None)
+        self.token_ids = token_ids
 
     def generate(
         self, params: SamplingParams | None = None, *, keep: bool = True, **fields: Any
@@ -96,6 +123,8 @@ class Branch:
         new_ids = result.samples[0].token_ids
         if keep and new_ids:
             self.token_ids = self.token_ids + new_ids
+            if isinstance(result.samples[0].stop_reason, int):
+                self._num_ended = len(self.token_ids)
             if handed and handed[0] is not None:
                 self._hold(handed[0])
         return result
@@ -125,7 +154,9 @@ class Branch:
                     self.namespace,
                     lease=self._take_fork(),
                     cached_tokens=self.cached_tokens,
+                    conversation=self._conversation,
                 )
+                twin._num_ended = self._num_ended
                 twins.append(twin)
         except BaseException:
             for twin in twins:
@@ -139,6 +170,8 @@ class Branch:
         from radixkv.config import require_int
 
         require_int("num_tokens", num_tokens, 1, len(self.token_ids))
+        if num_tokens < self._num_ended:
+            self._num_ended = 0
         self.token_ids = self.token_ids[:num_tokens]
         if self._lease is not None and self._lease.num_tokens > num_tokens - 1:
             if num_tokens == 1:

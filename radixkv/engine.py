@@ -47,7 +47,15 @@ from radixkv.sampling import SamplerRow
 from radixkv.scheduler import Output, Policy, Scheduler, longest_prefix_first
 from radixkv.stats import EngineStats, Tally
 from radixkv.stream import STREAM_DELTAS, Stream
-from radixkv.text import encode_continuation, encode_messages, encode_prompt
+from radixkv.text import (
+    Conversation,
+    TextEnd,
+    begin_conversation,
+    continue_conversation,
+    encode_continuation,
+    encode_prompt,
+    is_chat,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -134,8 +142,8 @@ class Engine:
         self._runner = ModelRunner.load(model)
         self.model = model
         self.tokenizer = tokenizer
-        self.eos_token_ids = _eos_token_ids(model)
         self.vocab_size = self._runner.vocab_size
+        self.eos_token_ids = _eos_token_ids(model, tokenizer, self.vocab_size)
         self.max_positions = self._runner.max_positions
         try:
             self.is_batch_invariant = self._runner.is_batch_invariant(kv, backend)
@@ -398,7 +406,14 @@ class Engine:
                 elif lease.num_cached < num_cached:
                     lease.truncate(lease.num_cached)
         cached_tokens = 0 if lease is None else lease.num_cached
-        return Branch(self, token_ids, namespace, lease=lease, cached_tokens=cached_tokens)
+        return Branch(
+            self,
+            token_ids,
+            namespace,
+            lease=lease,
+            cached_tokens=cached_tokens,
+            conversation=begin_conversation(prompt, token_ids),
+        )
 
     def score(
         self, prompt: Any, continuations: SequenceABC[Any], *, namespace: Hashable = None
@@ -406,7 +421,8 @@ class Engine:
         """Log-likelihood of each continuation after ``prompt``, all in one pass.
 
         Args:
-            continuations: texts (encoded alone, without special tokens) or token ids.
+            continuations: texts, encoded apart from the prompt as they go on after it (no
+                special tokens, no space of the tokenizer's own), or token ids.
         """
         self.check_open()
         require_namespace(namespace)
@@ -730,19 +746,36 @@ class Engine:
     def _encode(self, prompt: Any) -> list[int]:
         return encode_prompt(self.tokenizer, prompt, vocab_size=self.vocab_size)
 
-    def encode_tail(self, token_ids: list[int], tail: Any) -> list[int]:
-        """What `Branch.append` adds: text and ids as they are, messages by the chat template."""
-        if isinstance(tail, SequenceABC) and len(tail) and isinstance(tail[0], dict):
-            return encode_messages(
+    def encode_tail(
+        self,
+        token_ids: list[int],
+        tail: Any,
+        conversation: Conversation | None,
+        *,
+        ended: bool,
+    ) -> tuple[list[int], Conversation | None]:
+        """All tokens of a branch that goes on with ``tail``, and its chat where that is known.
+
+        Text and ids follow as they are, messages as the chat template has them.
+
+        Args:
+            conversation: the branch's chat so far.
+            ended: the last token ended a sample, and is no text.
+        """
+        if is_chat(tail):
+            return continue_conversation(
                 self.tokenizer,
+                token_ids,
                 tail,
-                last_token_id=token_ids[-1],
+                conversation=conversation,
+                ended=ended,
                 eos_token_ids=self.eos_token_ids,
                 vocab_size=self.vocab_size,
             )
-        return encode_continuation(
+        tail_ids = encode_continuation(
             self.tokenizer, tail, after=token_ids, vocab_size=self.vocab_size
         )
+        return token_ids + tail_ids, conversation
 
     def encode_continuations(
         self, token_ids: list[int], continuations: SequenceABC[Any]
@@ -755,8 +788,11 @@ class Engine:
             )
         if not continuations:
             raise ValueError("continuations: expected at least one, got none")
+        after: list[int] | TextEnd = token_ids
+        if self.tokenizer is not None and any(isinstance(tail, str) for tail in continuations):
+            after = TextEnd(self.tokenizer, token_ids, skip_special_tokens=False)
         tails = [
-            encode_continuation(self.tokenizer, tail, after=token_ids, vocab_size=self.vocab_size)
+            encode_continuation(self.tokenizer, tail, after=after, vocab_size=self.vocab_size)
             for tail in continuations
         ]
         longest = max(map(len, tails))
@@ -913,11 +949,18 @@ def _call_soon(loop: asyncio.AbstractEventLoop, callback: Any) -> None:
         loop.call_soon_threadsafe(callback)
 
 
-def _eos_token_ids(model: Any) -> frozenset[int]:
-    for config in (getattr(model, "generation_config", None), model.config):
-        eos = getattr(config, "eos_token_id", None)
+def _eos_token_ids(model: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
+    """The tokens that end a text: of the generation config, the config and the tokenizer.
+
+    A fine-tune often has its own in one of them, and the base model's in the others.
+    """
+    config = model.config
+    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    found: set[int] = set()
+    for source in (getattr(model, "generation_config", None), config, text_config, tokenizer):
+        eos = getattr(source, "eos_token_id", None)
+        if isinstance(eos, torch.Tensor):
+            eos = eos.flatten().tolist()
         if eos is not None:
-            if isinstance(eos, torch.Tensor):
-                eos = eos.flatten().tolist()
-            return frozenset(int(i) for i in (eos if isinstance(eos, (list, tuple)) else [eos]))
-    return frozenset()
+            found |= {int(i) for i in (eos if isinstance(eos, (list, tuple)) else [eos])}
+    return frozenset(i for i in found if 0 <= i < vocab_size)

@@ -11,7 +11,7 @@ import torch
 
 from radixkv.chats import render_chat
 from radixkv.config import require_unicode
-from radixkv.vocabulary import tokenizer_lock
+from radixkv.vocabulary import encode, vocabulary_of
 
 
 def is_prompt(obj: object, *, name: str = "prompt") -> bool:
@@ -59,8 +59,9 @@ def encode_prompt(
 ) -> list[int]:
     """Return the token ids of one prompt.
 
-    A str gets the special tokens that the tokenizer adds by itself; a chat goes through the
-    tokenizer's chat template, with the opening of the answer.
+    A str gets the special tokens that the tokenizer adds by itself, unless it begins (or ends)
+    with them already, as a chat rendered to text does; a chat goes through the tokenizer's chat
+    template, with the opening of the answer.
 
     Args:
         tokenizer: of transformers; None where prompts are ids.
@@ -144,8 +145,36 @@ def _encode_text(tokenizer: Any, prompt: str, name: str) -> object:
             "engine a tokenizer or pass ids"
         )
     require_unicode(name, prompt)
-    with tokenizer_lock(tokenizer):
-        return tokenizer(prompt)["input_ids"]
+    vocabulary = vocabulary_of(tokenizer)
+    with vocabulary.lock:
+        ids: list[int] = list(tokenizer(prompt)["input_ids"])
+        first, last = (vocabulary.special_texts.get(i) for i in (*ids[:1], *ids[-1:]) or (-1, -1))
+        begins = first is not None and prompt.lstrip().startswith(first)
+        if begins or (last is not None and prompt.rstrip().endswith(last)):
+            ids = _without_doubles(ids, encode(tokenizer, prompt))
+    return ids
+
+
+def _without_doubles(ids: list[int], plain: list[int]) -> list[int]:
+    """Leave out what the tokenizer added at either end if the text has it there already.
+
+    A chat that was rendered as text begins with the token that most tokenizers add by
+    themselves; a model saw it once.
+
+    Args:
+        ids: the text with what the tokenizer adds.
+        plain: the text alone.
+    """
+    num_plain = len(plain)
+    for num_before in range(len(ids) - num_plain + 1):
+        if ids[num_before : num_before + num_plain] == plain:
+            before, after = ids[:num_before], ids[num_before + num_plain :]
+            if before and plain and plain[0] == before[0]:
+                before = []
+            if after and plain and plain[-1] == after[-1]:
+                after = []
+            return [*before, *plain, *after]
+    return ids
 
 
 def _encode_chat(tokenizer: Any, chat: Sequence[Any], name: str) -> object:

@@ -514,7 +514,8 @@ class SampleRequest(Request):
             seq.token_ids.append(token_id)
         else:
             state.finish_reason = reason
-            text += self._show(state) + state.stream.finish()
+            text += self._show(state)
+            text += state.stream.finish(end_token_id=token_id if reason == "stop" else None)
             if state.stream.stopped is not None:  # by the last characters, which were held back
                 reason = state.finish_reason = "stop"
                 state.stop_reason = state.stream.stopped

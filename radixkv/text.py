@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from radixkv.continuations import encode_continuation, encode_messages
+from radixkv.continuations import encode_continuation
+from radixkv.conversations import (
+    Conversation,
+    begin_conversation,
+    continue_conversation,
+    is_chat,
+)
 from radixkv.prompts import encode_prompt, is_prompt
+from radixkv.text_end import TextEnd
 from radixkv.text_stream import TextStream
 from radixkv.vocabulary import tokenizer_lock
 
 __all__ = [
+    "Conversation",
+    "TextEnd",
     "TextStream",
+    "begin_conversation",
+    "continue_conversation",
     "encode_continuation",
-    "encode_messages",
     "encode_prompt",
+    "is_chat",
     "is_prompt",
     "tokenizer_lock",
 ]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
-from radixkv.vocabulary import vocabulary_of
+from radixkv.stop_strings import SpecialStopFinder, make_stop_finder
+from radixkv.text_end import OVERLAP, TextEnd
+from radixkv.vocabulary import decode, vocabulary_of
 
 # A window of tokens is decoded again at each push. Past this many it is cut to its last tokens.
 _WINDOW = 24
-# The cut window must give this many characters of text that the longer one gave: then its first
-# token (whose space or mark a decoder may treat in its own way) and a character cut in two
-# (at most 4 bytes) are behind what is still held.
-_OVERLAP = 8
 
 _NO_CHARACTER = "\ufffd"
 
@@ -20,10 +18,14 @@ _NO_CHARACTER = "\ufffd"
 class TextStream:
     """The text of one sample, as its tokens come.
 
+    It is what the sample adds to the text before it: the decoding of both less the decoding of
+    what was there, so that the two texts joined are the text of all tokens. A space at its
+    beginning is kept where something stands before, and is the decoder's to take where nothing
+    does; bytes that complete a character of the prompt give that character.
+
     What was returned is never taken back: a character waits until its last byte is there, and
-    text that may become a stop string waits until it can't. The pieces joined are the decoding
-    of all tokens, cut before the stop string if one matched. The match that ends first wins, of
-    those the longest; so the same text stops at the same place, whatever tokens it came in.
+    text that may become a stop string waits until it can't (`radixkv.stop_strings` says which
+    match wins). The pieces joined are the whole, cut before the stop string if one matched.
 
     A run of byte pieces (``<0x0A>``, SentencePiece) waits for its end, because one wrong byte
     makes the decoder turn all of it into U+FFFD.
@@ -31,13 +33,11 @@ class TextStream:
     Args:
         tokenizer: of transformers; None gives no text.
         skip_special_tokens: leave special tokens out.
-        stop: strings that end the text; none is ever part of it.
-        after: the tokens that stand before: what they make of the first token counts.
+        stop: strings that end the text; none is ever part of it. One that holds the text of a
+            special token matches that token, whether it is left out or not.
+        after: the tokens that stand before; empty where a text begins.
     Raises:
         ValueError: stop strings without a tokenizer, or an empty one.
-
-    Attributes:
-        stopped: the stop string that matched, or None.
     """
 
     def __init__(
@@ -55,17 +55,26 @@ class TextStream:
             )
         if not all(stop):
             raise ValueError(f"stop: expected strings that are not empty, got {list(stop)}")
-        self.stopped: str | None = None
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._stop = tuple(stop)
-        self._shared = None if tokenizer is None else vocabulary_of(tokenizer)
+        self._vocabulary = None if tokenizer is None else vocabulary_of(tokenizer)
+        special_texts = {} if self._vocabulary is None else self._vocabulary.special_texts
+        self._skipped: Container[int] = special_texts if skip_special_tokens else ()
+        self._stops = make_stop_finder(stop, special_texts.values())
+        # Of special tokens that are left out: whether their places matter.
+        self._marks_specials = skip_special_tokens and isinstance(self._stops, SpecialStopFinder)
         self._pieces: list[str] = []
-        self._held = ""  # decoded, but may be the start of a stop string
+        self._after: Sequence[int] | None = after  # until the first token comes
+        self._before = ""  # the prompt's text while its last character may still be completed
         self._window: list[int] = []  # last tokens; what was before them is decoded for good
         self._num_taken = 0  # characters of the window's text that went on
         self._max_window = _WINDOW
         self._finished = False
+
+    @property
+    def stopped(self) -> str | None:
+        """The stop string that matched, or None."""
+        return self._stops.stopped
 
     @property
     def text(self) -> str:
@@ -84,60 +93,122 @@ class TextStream:
         """
         if self._finished:
             raise ValueError("push: the stream is finished; make a TextStream for each sample")
-        shared = self._shared
-        if shared is None or self.stopped is not None:
+        if self._vocabulary is None or self.stopped is not None:
             return ""
-        if self._skip_special_tokens:
-            token_ids = [i for i in token_ids if i not in shared.special_ids]
+        if self._marks_specials:
+            return self._push_marking(token_ids)
+        skipped = self._skipped
+        return self._push_text([i for i in token_ids if i not in skipped])
+
+    def _push_marking(self, token_ids: Sequence[int]) -> str:
+        """`push`, and tell the stop strings where special tokens stand that are left out."""
+        assert self._vocabulary is not None
+        special_texts = self._vocabulary.special_texts
+        out, run = "", []
+        for token_id in token_ids:
+            if token_id not in special_texts:
+                run.append(token_id)
+                continue
+            out += self._push_text(run) + self._push_special(special_texts[token_id])
+            run = []
+            if self.stopped is not None:
+                return out
+        return out + self._push_text(run)
+
+    def _push_text(self, token_ids: list[int]) -> str:
+        """Take tokens of which none is left out."""
         if not token_ids:
             return ""
+        assert self._vocabulary is not None
+        if self._after is not None:
+            self._begin()
         self._window += token_ids
-        if self._window[-1] in shared.byte_ids:
+        if self._window[-1] in self._vocabulary.byte_ids:
             return ""
         decoded = self._decode(self._window)
         settled = len(decoded) - decoded.endswith(_NO_CHARACTER)
+        if self._before:
+            self._leave_before(decoded, settled)
         fresh = decoded[self._num_taken : settled]
         self._num_taken = max(self._num_taken, settled)
         if len(self._window) > self._max_window:
             self._cut_window(decoded)
         return self._pass_on(fresh)
 
-    def finish(self) -> str:
+    def _push_special(self, text: str) -> str:
+        """Take a special token that is left out: what waited before it waits no more."""
+        out = ""
+        if self._window:
+            decoded = self._decode(self._window)
+            if self._before:
+                self._leave_before(decoded, len(decoded))
+            fresh = decoded[self._num_taken :]
+            self._num_taken = max(self._num_taken, len(decoded))
+            out = self._pass_on(fresh)
+        if self.stopped is None:
+            shown = self._stops.push_special(text)
+            if shown:
+                self._pieces.append(shown)
+            out += shown
+        return out
+
+    def finish(self, *, end_token_id: int | None = None) -> str:
         """Return what is still held: the end of the text.
 
         A character whose last bytes never came is what the tokenizer makes of it, U+FFFD as a
         rule. A second call returns nothing.
+
+        Args:
+            end_token_id: the token that ended the sample. It is no text, but a stop string that
+                holds its text may match.
         """
         if self._finished:
             return ""
         self._finished = True
-        if self._shared is None or self.stopped is not None:
+        if self._vocabulary is None or self.stopped is not None:
             return ""
-        fresh = self._decode(self._window)[self._num_taken :] if self._window else ""
-        out = self._pass_on(fresh)
-        if self.stopped is None and self._held:
-            self._pieces.append(self._held)
-            out += self._held
-            self._held = ""
+        special_texts = self._vocabulary.special_texts
+        out = self._push_special(
+            "" if end_token_id is None else special_texts.get(end_token_id, "")
+        )
+        if self.stopped is None:
+            held = self._stops.finish()
+            if held:
+                self._pieces.append(held)
+            out += held
         return out
 
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        assert self._shared is not None
-        with self._shared.lock:
-            text: str = self._tokenizer.decode(
-                list(token_ids),
-                skip_special_tokens=self._skip_special_tokens,
-                clean_up_tokenization_spaces=False,
+    def _begin(self) -> None:
+        """Take the end of what stands before as the window's first tokens."""
+        assert self._after is not None
+        if self._after:
+            end = TextEnd(
+                self._tokenizer, self._after, skip_special_tokens=self._skip_special_tokens
             )
-        return text
+            self._window = end.token_ids
+            self._num_taken = len(end.text.rstrip(_NO_CHARACTER))
+            if self._num_taken < len(end.text):
+                self._before = end.text
+        self._after = None
+
+    def _leave_before(self, decoded: str, settled: int) -> None:
+        """See whether the tokens completed the prompt's last character, or it stays as it is."""
+        if not decoded.startswith(self._before):
+            self._before = ""
+        elif settled >= len(self._before):
+            self._num_taken = len(self._before)
+            self._before = ""
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return decode(self._tokenizer, token_ids, skip_special_tokens=self._skip_special_tokens)
 
     def _cut_window(self, decoded: str) -> None:
         """Keep the window's last tokens, as few as decode to the same end of text."""
-        num_kept = _OVERLAP
+        num_kept = OVERLAP
         num_open = len(decoded) - self._num_taken
         while num_kept < len(self._window):
             shorter = self._decode(self._window[-num_kept:])
-            overlap = _OVERLAP + num_open
+            overlap = OVERLAP + num_open
             if len(shorter) > overlap and shorter[-overlap:] == decoded[-overlap:]:
                 self._window = self._window[-num_kept:]
                 self._num_taken = len(shorter) - num_open
@@ -150,28 +221,9 @@ class TextStream:
 
     def _pass_on(self, fresh: str) -> str:
         """Look for stop strings in what is held and ``fresh``; return what is safe to show."""
-        buffer = self._held + fresh
-        matches = [
-            (at + len(stop), at, stop) for stop in self._stop if (at := buffer.find(stop)) >= 0
-        ]
-        if matches:
-            _, at, self.stopped = min(matches)
-            self._held = ""
+        out = self._stops.push(fresh)
+        if self.stopped is not None:
             self._window = []
-            out = buffer[:at]
-        else:
-            num_held = self._num_maybe_stop(buffer)
-            out = buffer[: len(buffer) - num_held]
-            self._held = buffer[len(buffer) - num_held :]
         if out:
             self._pieces.append(out)
         return out
-
-    def _num_maybe_stop(self, buffer: str) -> int:
-        """Return the length of the longest end of ``buffer`` that starts a stop string."""
-        longest = max((len(stop) for stop in self._stop), default=1) - 1
-        for num in range(min(longest, len(buffer)), 0, -1):
-            end = buffer[-num:]
-            if any(stop.startswith(end) for stop in self._stop):
-                return num
-        return 0
