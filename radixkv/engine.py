@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import logging
 import os
@@ -12,12 +11,14 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Hashable
 from collections.abc import Sequence as SequenceABC
+from contextlib import aclosing
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from radixkv.asynchronous import run_all_async, stream_async
 from radixkv.batch import Run, build_batch
 from radixkv.branch import Branch
 from radixkv.cache import PrefixCache
@@ -30,9 +31,9 @@ from radixkv.errors import (
 from radixkv.fingerprint import WeightWatch, fingerprint
 from radixkv.guided import Guide, compute_ahead, make_guide
 from radixkv.limits import Limits
-from radixkv.loading import cpu_has_bfloat16, no_collections
+from radixkv.loading import cpu_has_bfloat16, find_eos_token_ids, no_collections
 from radixkv.loop import run_steps
-from radixkv.many import deliver, prompt_name, require_on_error, split_prompts
+from radixkv.many import deliver, outcomes_of, prompt_name, require_on_error, split_prompts
 from radixkv.model import ModelRunner
 from radixkv.progress import show_progress
 from radixkv.request import (
@@ -46,7 +47,7 @@ from radixkv.request import (
 from radixkv.sampling import SamplerRow
 from radixkv.scheduler import Output, Policy, Scheduler, longest_prefix_first
 from radixkv.stats import EngineStats, Tally
-from radixkv.stream import STREAM_DELTAS, Stream
+from radixkv.stream import Stream
 from radixkv.text import (
     Conversation,
     TextEnd,
@@ -143,7 +144,7 @@ class Engine:
         self.model = model
         self.tokenizer = tokenizer
         self.vocab_size = self._runner.vocab_size
-        self.eos_token_ids = _eos_token_ids(model, tokenizer, self.vocab_size)
+        self.eos_token_ids = find_eos_token_ids(model, tokenizer, self.vocab_size)
         self.max_positions = self._runner.max_positions
         try:
             self.is_batch_invariant = self._runner.is_batch_invariant(kv, backend)
@@ -309,7 +310,7 @@ class Engine:
         single, made = self._make_requests(prompts, params, namespace, fields, on_error)
         requests = [request for request in made if isinstance(request, Request)]
         self._run(requests, progress=progress)
-        return deliver(_outcomes(made), is_one=single, on_error=on_error)
+        return deliver(outcomes_of(made), is_one=single, on_error=on_error)
 
     async def agenerate(
         self,
@@ -324,22 +325,8 @@ class Engine:
         """`generate` for asyncio; cancelling the task aborts its requests."""
         single, made = self._make_requests(prompts, params, namespace, fields, on_error)
         requests = [request for request in made if isinstance(request, Request)]
-        loop = asyncio.get_running_loop()
-        changed = asyncio.Event()
-        for request in requests:
-            request.listen(lambda: _call_soon(loop, changed.set))
-        self._enqueue(requests)
-        bar = loop.run_in_executor(None, show_progress, self.cache, requests) if progress else None
-        try:
-            while not all(request.done for request in requests):
-                await changed.wait()
-                changed.clear()
-            if bar is not None:
-                await bar
-        except BaseException:  # cancelled, or the bar's own error
-            await asyncio.shield(loop.run_in_executor(None, self._abort, requests))
-            raise
-        return deliver(_outcomes(made), is_one=single, on_error=on_error)
+        await run_all_async(self, requests, progress=progress)
+        return deliver(outcomes_of(made), is_one=single, on_error=on_error)
 
     def stream(
         self,
@@ -366,27 +353,9 @@ class Engine:
     ) -> AsyncIterator[Delta]:
         """`stream` for asyncio; cancelling the task or closing the iterator aborts it."""
         request = self._make_request(prompt, params, namespace, fields, record=True)
-        loop = asyncio.get_running_loop()
-        changed = asyncio.Event()
-        request.listen(lambda: _call_soon(loop, changed.set))
-        request.max_deltas = STREAM_DELTAS
-        self._enqueue([request])
-        try:
-            while True:
-                done = request.done
-                deltas = request.take_deltas()
-                with self._wake:
-                    self._wake.notify_all()
-                for delta in deltas:
-                    yield delta
-                if done:
-                    request.result()
-                    return
-                await changed.wait()
-                changed.clear()
-        finally:
-            if not request.done:
-                await asyncio.shield(loop.run_in_executor(None, self._abort, [request]))
+        async with aclosing(stream_async(self, request)) as deltas:
+            async for delta in deltas:
+                yield delta
 
     def open(self, prompt: Any, *, namespace: Hashable = None) -> Branch:
         """A `Branch` that begins with ``prompt``; its pages stay held until it is closed."""
@@ -938,29 +907,3 @@ def _identify(engine_ref: weakref.ref[Engine]) -> dict[str, str]:
     if engine is None:
         raise EngineClosedError("PrefixCache: expected a cache whose engine is open; keep it")
     return engine.fingerprint()
-
-
-def _outcomes(made: list[Request | Exception]) -> list[Any]:
-    return [one.take_outcome() if isinstance(one, Request) else one for one in made]
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, callback: Any) -> None:
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(callback)
-
-
-def _eos_token_ids(model: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
-    """The tokens that end a text: of the generation config, the config and the tokenizer.
-
-    A fine-tune often has its own in one of them, and the base model's in the others.
-    """
-    config = model.config
-    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    found: set[int] = set()
-    for source in (getattr(model, "generation_config", None), config, text_config, tokenizer):
-        eos = getattr(source, "eos_token_id", None)
-        if isinstance(eos, torch.Tensor):
-            eos = eos.flatten().tolist()
-        if eos is not None:
-            found |= {int(i) for i in (eos if isinstance(eos, (list, tuple)) else [eos])}
-    return frozenset(i for i in found if 0 <= i < vocab_size)

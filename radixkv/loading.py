@@ -6,6 +6,9 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import torch
 
 
 @contextmanager
@@ -39,3 +42,20 @@ def cpu_has_bfloat16() -> bool:
             flags = set(line.split())
             break
     return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def find_eos_token_ids(model: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
+    """The tokens that end a text: of the generation config, the config and the tokenizer.
+
+    A fine-tune often has its own in one of them, and the base model's in the others.
+    """
+    config = model.config
+    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    found: set[int] = set()
+    for source in (getattr(model, "generation_config", None), config, text_config, tokenizer):
+        eos = getattr(source, "eos_token_id", None)
+        if isinstance(eos, torch.Tensor):
+            eos = eos.flatten().tolist()
+        if eos is not None:
+            found |= {int(i) for i in (eos if isinstance(eos, (list, tuple)) else [eos])}
+    return frozenset(i for i in found if 0 <= i < vocab_size)

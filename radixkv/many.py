@@ -10,6 +10,7 @@ import torch
 
 from radixkv.failures import blame
 from radixkv.prompts import is_prompt, is_sequence
+from radixkv.request import Request
 
 ON_ERROR = ("raise", "return")
 
@@ -53,6 +54,11 @@ def _is_prompt_of_a_list(item: object) -> bool:
 def prompt_name(index: int, is_one: bool) -> str:
     """What errors call a prompt of a call."""
     return "prompt" if is_one else f"prompts[{index}]"
+
+
+def outcomes_of(made: list[Request | Exception]) -> list[Any]:
+    """The result or exception of each; requests forget theirs."""
+    return [one.take_outcome() if isinstance(one, Request) else one for one in made]
 
 
 def deliver(outcomes: list[Any], *, is_one: bool, on_error: str) -> Any:

@@ -95,6 +95,7 @@ IMPORT_ORDER = [
     "stats",
     "progress",
     "stream",
+    "asynchronous",
     "drawing",
     "loading",
     "loop",
