@@ -20,7 +20,7 @@ import torch
 
 from radixkv.asynchronous import run_all_async, stream_async
 from radixkv.batch import Run, build_batch
-from radixkv.branch import Branch
+from radixkv.branch import Branch, take_cached
 from radixkv.cache import PrefixCache
 from radixkv.config import BeamParams, KVConfig, SamplingParams, require_int, require_namespace
 from radixkv.drawing import draw
@@ -363,17 +363,7 @@ class Engine:
         require_namespace(namespace)
         token_ids = self._encode(prompt)
         self.limits.check_length(len(token_ids), 0)
-        lease = None
-        if len(token_ids) > 1:
-            # Only what is cached is taken; the rest gets its pages when it is computed.
-            num_cached = self.cache.match(token_ids[:-1], namespace=namespace)
-            if num_cached:
-                lease = self.cache.acquire(token_ids[:num_cached], namespace=namespace, full=True)
-                if not lease.num_cached:  # evicted in between
-                    lease.release()
-                    lease = None
-                elif lease.num_cached < num_cached:
-                    lease.truncate(lease.num_cached)
+        lease = take_cached(self.cache, token_ids[:-1], namespace)
         cached_tokens = 0 if lease is None else lease.num_cached
         return Branch(
             self,

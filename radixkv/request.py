@@ -286,6 +286,14 @@ class Request:
         self.metrics.prefill_tokens += prefill
         self.metrics.decode_tokens += stop - start - prefill
 
+    def _hand_over(self, seq: Sequence, on_lease: Callable[[Lease], None]) -> None:
+        """Remove ``seq`` as `_remove`, committed, and give its lease away with the KV it has."""
+        num_computed = seq.num_computed
+        lease = self._remove(seq, commit=num_computed, keep_lease=True)
+        if lease is not None:
+            lease.truncate(min(num_computed, lease.num_tokens))
+            on_lease(lease)
+
     def _note_token(self, now: float, last: float | None) -> None:
         """Count a token that came at ``now``; ``last`` is when its sample's last one did."""
         self.num_tokens += 1
@@ -387,7 +395,9 @@ class SampleRequest(Request):
     Args:
         eos_token_ids: ends a sample, unless ``params.ignore_eos``.
         guide: what ``params`` constrain the text to, at its beginning; each sample forks it.
-        on_lease: gets the first sample's lease at its end, instead of its release.
+        on_lease: gets a sample's lease at its end, with the KV of what was run of it, instead of
+            its release; nothing where it has no pages then.
+        kept_index: whose.
     """
 
     def __init__(
@@ -401,7 +411,8 @@ class SampleRequest(Request):
         guide: Guide | None = None,
         record: bool = False,
         lease: Lease | None = None,
-        on_lease: Callable[[Lease | None], None] | None = None,
+        on_lease: Callable[[Lease], None] | None = None,
+        kept_index: int = 0,
     ) -> None:
         super().__init__(prompt_token_ids, params, namespace, record=record, lease=lease)
         seed = fresh_seed() if params.seed is None else params.seed
@@ -428,6 +439,7 @@ class SampleRequest(Request):
         # Where nobody reads along and no text can end a sample, all of it is decoded at the end.
         self._needs_text = tokenizer is not None and (record or bool(params.stop))
         self._on_lease = on_lease
+        self._kept_index = kept_index
         self._prompt_logprobs: list[dict[int, float] | None] | None = None
         if params.prompt_logprobs is not None:
             self._prompt_logprobs = [None]
@@ -539,11 +551,15 @@ class SampleRequest(Request):
         return state.stream.push(fresh)
 
     def _close(self, seq: Sequence, index: int) -> None:
-        keep = index == 0 and self._on_lease is not None
-        lease = self._remove(seq, commit=seq.num_computed, keep_lease=keep)
-        if keep:
-            assert self._on_lease is not None
-            self._on_lease(lease)
+        if index == self._kept_index and self._on_lease is not None:
+            self._hand_over(seq, self._on_lease)
+        else:
+            self._remove(seq, commit=seq.num_computed)
+
+    def _free(self) -> None:
+        # Before its first token all samples are the one sequence that has no index.
+        for seq in list(self._sequences):
+            self._close(seq, self._index.get(seq, self._kept_index))
 
     def _let_go(self) -> None:
         super()._let_go()
@@ -556,8 +572,10 @@ class SampleRequest(Request):
             if state.finish_reason is None:
                 tail = self._show(state) + state.stream.finish()
                 state.finish_reason = "abort"
+                if state.stream.stopped is not None:  # by the last characters, held back till now
+                    state.finish_reason, state.stop_reason = "stop", state.stream.stopped
                 if self._record:
-                    self._deltas.append(Delta(i, tail, [], "abort"))
+                    self._deltas.append(Delta(i, tail, [], state.finish_reason))
                     self._notify()
             samples.append(
                 Sample(
@@ -698,7 +716,11 @@ class BeamRequest(Request):
 
 
 class ScoreRequest(Request):
-    """Log-likelihoods of continuations; the prompt is run once, then all of them together."""
+    """Log-likelihoods of continuations; the prompt is run once, then all of them together.
+
+    Args:
+        on_lease: gets the prompt's lease once that was run, instead of its release.
+    """
 
     def __init__(
         self,
@@ -707,8 +729,10 @@ class ScoreRequest(Request):
         namespace: Hashable,
         *,
         lease: Lease | None = None,
+        on_lease: Callable[[Lease], None] | None = None,
     ) -> None:
         super().__init__(prompt_token_ids, None, namespace, lease=lease)
+        self._on_lease = on_lease
         self._continuations = continuations
         self._logprobs: list[list[float]] = [[] for _ in continuations]
         self._greedy = [True] * len(continuations)
@@ -735,7 +759,10 @@ class ScoreRequest(Request):
                     twin.logits_from = num_prompt
                     self._sequences.append(twin)
                     self._index[twin] = i
-            self._remove(seq, commit=num_prompt)
+            if self._on_lease is not None:
+                self._hand_over(seq, self._on_lease)
+            else:
+                self._remove(seq, commit=num_prompt)
         else:
             self._score_rest(self._index[seq], output)
             if output.stop == len(seq.token_ids):
@@ -767,6 +794,7 @@ class ScoreRequest(Request):
     def _let_go(self) -> None:
         super()._let_go()
         self._index.clear()
+        self._on_lease = None
 
     def abort(self) -> None:
         """End with an error: half a score is none."""

@@ -344,19 +344,20 @@ class Scheduler:
 
     def _shares_with_running(self, seq: Sequence) -> bool:
         """Whether a running sequence is computing a prefix of ``seq`` that is not cached yet."""
-        if seq.lease is not None:
-            return False
         page_size = self.cache.config.page_size
+        num_held = 0 if seq.lease is None else seq.lease.num_tokens
+        next_page = (num_held // page_size + 1) * page_size  # it must share more than it has
         ids = None
         cached = -1
         for other in self.running:
             if other.num_pending < 2 or other.paused or other.namespace != seq.namespace:
                 continue
-            if other.token_ids[:page_size] != seq.token_ids[:page_size]:
+            if other.token_ids[:next_page] != seq.token_ids[:next_page]:
                 continue
             if ids is None:
                 ids = np.asarray(seq.token_ids)
                 cached = self.cache.match(seq.token_ids, namespace=seq.namespace)
+                cached = max(cached, num_held)
             common = _common_prefix(ids, np.asarray(other.token_ids))
             if common // page_size * page_size > cached:
                 return True
@@ -369,30 +370,56 @@ class Scheduler:
         does not at once preempt it again.
         """
         if seq.lease is not None:  # brought by its owner, with KV for all of its tokens
-            num_cached = seq.lease.num_tokens
-            if num_cached < len(seq.token_ids):
-                seq.lease.extend_encoded(np.array(seq.token_ids[num_cached:], np.int32))
-            seq.read_pages()
-            if seq.num_cached is None:
-                seq.num_cached = num_cached
-            seq.write_from = num_cached
-            seq.num_computed = min(num_cached, seq.logits_from or num_cached)
-            if seq.logits_from == 0:
-                seq.num_computed = 0
-            return
-        wanted = len(seq.token_ids) if seq.logits_from is None else seq.logits_from
-        lease = self.cache.try_acquire(
-            seq.token_ids, namespace=seq.namespace, full=seq.logits_from == len(seq.token_ids)
-        )
-        if self.cache.num_available_pages < self._num_busy:
-            lease.release()
-            raise CapacityError("no page left for those who run")
+            lease = self._find_more(seq, seq.lease)
+            if lease is None:
+                self._extend_brought(seq, seq.lease)
+                return
+            seq.lease.release()
+        else:
+            lease = self._acquire(seq)
+            if self.cache.num_available_pages < self._num_busy:
+                lease.release()
+                raise CapacityError("no page left for those who run")
         seq.lease = lease
         seq.read_pages()
         seq.write_from = lease.num_cached
         if seq.num_cached is None:
             seq.num_cached = lease.num_cached
+        wanted = len(seq.token_ids) if seq.logits_from is None else seq.logits_from
         seq.num_computed = min(lease.num_cached, wanted)
+
+    def _acquire(self, seq: Sequence) -> Lease:
+        wants_none = seq.logits_from == len(seq.token_ids)
+        return self.cache.try_acquire(seq.token_ids, namespace=seq.namespace, full=wants_none)
+
+    def _extend_brought(self, seq: Sequence, lease: Lease) -> None:
+        num_cached = lease.num_tokens
+        if num_cached < len(seq.token_ids):
+            lease.extend_encoded(np.array(seq.token_ids[num_cached:], np.int32))
+        seq.read_pages()
+        if seq.num_cached is None:
+            seq.num_cached = num_cached
+        seq.write_from = num_cached
+        seq.num_computed = min(num_cached, seq.logits_from or num_cached)
+        if seq.logits_from == 0:
+            seq.num_computed = 0
+
+    def _find_more(self, seq: Sequence, brought: Lease) -> Lease | None:
+        """Pages for ``seq`` with more KV than it brought, if the cache has that by now."""
+        num_held = brought.num_tokens
+        lookup = len(seq.token_ids) - (seq.logits_from != len(seq.token_ids))
+        if num_held >= lookup:
+            return None
+        if self.cache.match(seq.token_ids[:lookup], namespace=seq.namespace) <= num_held:
+            return None
+        try:
+            lease = self._acquire(seq)
+        except CapacityError:  # with pages of its own it may need fewer
+            return None
+        if lease.num_cached > num_held:
+            return lease
+        lease.release()  # evicted in between
+        return None
 
     def _preempt(self, seq: Sequence, outputs: list[Output]) -> None:
         self.preemptions += 1

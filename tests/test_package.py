@@ -100,6 +100,7 @@ IMPORT_ORDER = [
     "loading",
     "loop",
     "many",
+    "kept",
     "branch",
     "engine",
     "metrics",
