@@ -51,27 +51,37 @@ def kept_tokens(
     # The match lies in the text that is shown; or in that with all special tokens in their places
     # if it holds one of them. Where the rest of it goes on with the stop string, it begins.
     wholes = {skip: decoded(token_ids, skip=skip) for skip in {skip_special_tokens, False}}
-    shortest = None  # the border before what is left of the text, if none is found so
+    shortest = None  # the border before what is left of the text, if none says it all
+    says_all = None  # the first border that does
     for num in range(len(token_ids), -1, -1):
         head = {skip: decoded(token_ids[:num], skip=skip) for skip in wholes}
         shown = head[skip_special_tokens]
+        if says_all is not None and shown != text:
+            return says_all, []  # the stop string begins inside a special token that is left out
         if not text.startswith(shown):
             continue  # beyond the text, or inside a character
         rest = text[len(shown) :]
         is_border = any(
             whole.startswith(head[skip] + rest + stop) for skip, whole in wholes.items()
         )
+        if not rest:
+            if is_border:
+                return num, []
+            says_all = num
         if not is_border:
             continue
-        if not rest:
-            return num, []
         if shortest is None:
             shortest = num
         elif num < shortest - _MORE_TOKENS:
             break
-        tail = _spelled(tokenizer, [*prompt_token_ids, *token_ids[:num]], rest, vocab_size)
-        if tail and decoded([*token_ids[:num], *tail], skip=skip_special_tokens) == text:
-            return num, tail
+        # As what goes on here, or as the middle of a text, if this is the beginning of one.
+        for stop_at in (num, len(token_ids)):
+            before = [*prompt_token_ids, *token_ids[:stop_at]]
+            tail = _spelled(tokenizer, before, rest, vocab_size)
+            if tail and decoded([*token_ids[:num], *tail], skip=skip_special_tokens) == text:
+                return num, tail
+    if says_all is not None:
+        return says_all, []
     num = shortest or 0
     logger.warning(
         "a branch ends before %r, a part of a token that the stop string %r cut: the tokenizer "

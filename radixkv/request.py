@@ -203,9 +203,23 @@ class Request:
                 "Request.result: expected a request that has ended, got one that runs; "
                 "call Engine.step() until request.done"
             )
-        if self.error is not None:
-            raise copy_of(self.error)
+        self.raise_error()
         return self._result
+
+    def raise_error(self) -> None:
+        """Raise what it failed with, if it did; at every call."""
+        error = self.error
+        if error is None:
+            return
+        # The traceback holds frames that hold this request. So the catcher gets the error, and a
+        # copy without it stays here: no cycle, which would keep the catcher's frames alive too.
+        twin = copy_of(error)
+        if twin is not error:
+            self.error = twin.with_traceback(None)
+        try:
+            raise error
+        finally:
+            del error, twin
 
     def take_outcome(self) -> Any:
         """Its result, or the error that it failed with, which it forgets: it is the caller's."""
@@ -719,7 +733,8 @@ class ScoreRequest(Request):
     """Log-likelihoods of continuations; the prompt is run once, then all of them together.
 
     Args:
-        on_lease: gets the prompt's lease once that was run, instead of its release.
+        on_lease: gets a lease on the prompt and more, instead of its release; then the
+            continuations become findable, too.
     """
 
     def __init__(
@@ -733,6 +748,7 @@ class ScoreRequest(Request):
     ) -> None:
         super().__init__(prompt_token_ids, None, namespace, lease=lease)
         self._on_lease = on_lease
+        self._keeps_all = on_lease is not None
         self._continuations = continuations
         self._logprobs: list[list[float]] = [[] for _ in continuations]
         self._greedy = [True] * len(continuations)
@@ -759,17 +775,27 @@ class ScoreRequest(Request):
                     twin.logits_from = num_prompt
                     self._sequences.append(twin)
                     self._index[twin] = i
-            if self._on_lease is not None:
-                self._hand_over(seq, self._on_lease)
+            if self._index:  # they write the last page first: nobody else is to own it
+                self._remove(seq, commit=0)
             else:
-                self._remove(seq, commit=num_prompt)
+                self._close(seq)
         else:
             self._score_rest(self._index[seq], output)
             if output.stop == len(seq.token_ids):
-                self._remove(seq, commit=0)
+                self._close(seq)
         if not self._sequences:
             self.finish(self.partial_result())
         return []
+
+    def _close(self, seq: Sequence) -> None:
+        """Remove ``seq``, and make findable to the token what others may ask for."""
+        on_lease, self._on_lease = self._on_lease, None
+        if on_lease is not None:
+            self._hand_over(seq, on_lease)
+        else:
+            # What a branch scored may well be what it goes on with.
+            num_prompt = len(self.prompt_token_ids)
+            self._remove(seq, commit=seq.num_computed if self._keeps_all else num_prompt)
 
     def _score_first(self, logits: Tensor) -> None:
         logprobs = logits.log_softmax(dim=-1)

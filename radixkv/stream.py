@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from radixkv.failures import copy_of
 from radixkv.request import Delta, Request
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ class Stream(Iterator[Delta]):
             if done:
                 if self.request.error is not None and not self._over:
                     self._over = True  # raised once; then the iterator is at its end
-                    raise copy_of(self.request.error)
+                    self.request.raise_error()
                 raise StopIteration
             self._engine.check_process()
             self._engine.check_outside()
