@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import random
 import threading
-import time
 from typing import Any
 
 import numpy as np
@@ -26,6 +24,7 @@ from radixkv import (
     UnsupportedModelError,
 )
 from radixkv.quant import KVCodec
+from radixkv.request import Request
 
 ARCHITECTURES = (
     "llama",
@@ -501,16 +500,49 @@ def test_a_stream_that_nobody_reads_is_paused(
         fields: dict[str, Any] = dict(temperature=0, max_new_tokens=60, ignore_eos=True)
         expected = engine.generate("the engine", **fields).samples[0].token_ids
         before = engine.stats().decode_tokens
+        paused = threading.Event()
+        pause_or_go_on = Request.pause_or_go_on
+
+        def noting(request: Request) -> None:
+            pause_or_go_on(request)
+            if all(seq.paused for seq in request._sequences):
+                paused.set()
+
+        monkeypatch.setattr(Request, "pause_or_go_on", noting)
         stream = engine.stream("the engine", **fields)
         next(stream)
-        time.sleep(0.5)
-        assert stream.request.num_tokens <= 20  # of 60: it waits for its reader
+        paused.clear()  # that read may have let it go on
+        assert paused.wait(60)
+        assert stream.request.num_tokens <= 10  # of 60: it waits for its reader
         # Others are served meanwhile, and it goes on when it is read.
         engine.generate("another one", **fields)
+        assert stream.request.num_tokens <= 10
         rest = [token_id for delta in stream for token_id in delta.token_ids]
         assert rest == expected[1:]
         assert engine.stats().decode_tokens > before
         check_idle(engine)
+
+
+async def cancel_in_a_step(engine: Engine, fields: dict[str, Any]) -> None:
+    """Cancel a task that reads a stream, while the model runs: the request can't have ended."""
+    reached, go_on = threading.Event(), threading.Event()
+
+    def hold(input_ids: Any, scores: Any) -> Any:
+        if input_ids.shape[1] == 8:
+            reached.set()
+            assert go_on.wait(60)
+        return scores
+
+    async def consume() -> None:
+        async for _delta in engine.astream([5, 6, 7], logits_processors=[hold], **fields):
+            pass
+
+    task = asyncio.create_task(consume())
+    assert await asyncio.get_running_loop().run_in_executor(None, reached.wait, 60)
+    task.cancel()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 @pytest.mark.parametrize("road", ["break", "close", "del", "raise", "unstarted", "async"])
@@ -537,7 +569,6 @@ def test_abandoned_streams_give_their_pages_back(
             elif road == "del":
                 next(stream)
                 del stream
-                gc.collect()
             elif road == "raise":
                 try:
                     for _delta in stream:
@@ -547,22 +578,9 @@ def test_abandoned_streams_give_their_pages_back(
                 stream = None
             elif road == "unstarted":
                 del stream
-                gc.collect()
             else:
                 stream.close()
-
-                async def cancelled() -> None:
-                    async def consume() -> None:
-                        async for _delta in engine.astream("the engine", **fields):
-                            pass
-
-                    task = asyncio.create_task(consume())
-                    await asyncio.sleep(0.03)
-                    task.cancel()
-                    with pytest.raises(asyncio.CancelledError):
-                        await task
-
-                asyncio.run(cancelled())
+                asyncio.run(cancel_in_a_step(engine, fields))
             rest = "".join(delta.text for delta in beside)
             assert alone.endswith(rest)
         assert engine.generate("another one", **fields).text == alone
@@ -595,17 +613,33 @@ def test_async_and_threads_give_what_one_call_gives(tiny_model: Any, byte_tokeni
         check_idle(engine)
 
 
-def test_timeout_ends_with_abort(tiny_model: Any) -> None:
+class Clock:
+    """Stands in for the module `time`: each look is a second later."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def test_timeout_ends_with_abort(tiny_model: Any, monkeypatch: Any) -> None:
     model = tiny_model("llama")
+    clock = Clock()
+    for module in ("engine", "request", "drawing", "scheduler"):
+        monkeypatch.setattr(f"radixkv.{module}.time", clock)
     with Engine(model, kv=kv()) as engine:
-        start = time.perf_counter()
-        result = engine.generate(random_ids(5), max_new_tokens=250, ignore_eos=True, timeout_s=0.05)
+        fields: dict[str, Any] = dict(max_new_tokens=250, ignore_eos=True, timeout_s=60.0)
+        result = engine.generate(random_ids(5), **fields)
         assert result.samples[0].finish_reason == "abort"
-        assert time.perf_counter() - start < 5
+        assert 5 < len(result.samples[0].token_ids) <= 60
         check_idle(engine)
-        params = BeamParams(width=3, max_new_tokens=250, ignore_eos=True, timeout_s=0.05)
-        beams = engine.generate(random_ids(5), params)
+        beams = engine.generate(random_ids(5), BeamParams(width=3, **fields))
         assert {sample.finish_reason for sample in beams.samples} == {"abort"}
+        assert 5 < len(beams.samples[0].token_ids) <= 60
+        never = engine.generate(random_ids(5), max_new_tokens=4, ignore_eos=True, timeout_s=1e-9)
+        assert (never.samples[0].finish_reason, never.samples[0].token_ids) == ("abort", [])
         check_idle(engine)
 
 
@@ -807,9 +841,19 @@ def test_messages_continue_a_branch_as_the_template_does(
         engine.abort(again)
 
 
-def test_half_a_score_is_no_score(tiny_model: Any) -> None:
-    model = tiny_model("llama")
-    engine = Engine(model, kv=kv(), max_batch_tokens=4)
+def test_half_a_score_is_no_score(tiny_model: Any, monkeypatch: Any) -> None:
+    """The engine is closed between the third step and the fourth, of fifty and more."""
+    engine = Engine(tiny_model("llama"), kv=kv(), max_batch_tokens=4)
+    begun, closed = threading.Event(), threading.Event()
+    looks = iter(range(3))
+
+    def has_work(scheduler: Any) -> bool:  # asked by the engine's thread after each step
+        if next(looks, None) is None:
+            begun.set()
+            assert closed.wait(60)
+        return True
+
+    monkeypatch.setattr(type(engine._scheduler), "has_work", property(has_work))
     got: list[Any] = []
 
     def ask() -> None:
@@ -817,12 +861,15 @@ def test_half_a_score_is_no_score(tiny_model: Any) -> None:
             got.append(engine.score(random_ids(200), [random_ids(30)] * 3))
         except EngineClosedError as error:
             got.append(error)
+        finally:
+            closed.set()
 
     thread = threading.Thread(target=ask)
     thread.start()
-    time.sleep(0.1)
+    assert begun.wait(60)
+    assert 0 < engine._tally._totals["steps"] < 50
     engine.close()
-    thread.join(20)
+    thread.join()
     assert isinstance(got[0], EngineClosedError)
 
 
