@@ -124,7 +124,7 @@ def points(tokenizer: Any, model: Any) -> list[tuple[str, Any, str]]:
     """Every place that is made to fail: (name, owner, attribute)."""
     import rich.progress
 
-    from radixkv import beam, cache, engine, guided, pool, radix, request, sampling
+    from radixkv import beam, cache, drawing, engine, guided, pool, radix, request, sampling
 
     kind = type(tokenizer)
     return [
@@ -137,13 +137,13 @@ def points(tokenizer: Any, model: Any) -> list[tuple[str, Any, str]]:
         ("allocation: extend", cache.Lease, "extend_encoded"),
         ("allocation: fork", cache.Lease, "fork"),
         ("allocation: batch", engine, "build_batch"),
-        ("allocation: logits", engine, "_gather"),
+        ("allocation: logits", drawing, "gather"),
         ("model: forward", model, "forward"),
         ("model: second layer", model.model.layers[1], "forward"),
         ("tokenizer: encode", kind, "__call__"),
         ("tokenizer: decode", kind, "decode"),
         ("tokenizer: template", kind, "apply_chat_template"),
-        ("sampler: sample", engine, "sample"),
+        ("sampler: sample", drawing, "sample"),
         ("sampler: beams", beam.BeamSearch, "advance"),
         ("sampler: log-probabilities", request, "top_logprobs"),
         ("sampler: masks", sampling, "allowed_tokens"),

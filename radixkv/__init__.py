@@ -30,7 +30,7 @@ _HOME = {
     "Branch": "branch",
     "Delta": "request",
     "Engine": "engine",
-    "EngineStats": "engine",
+    "EngineStats": "stats",
     "Request": "request",
     "Result": "request",
     "Sample": "request",
@@ -63,7 +63,6 @@ if TYPE_CHECKING:
     from radixkv.config import KVConfig as KVConfig
     from radixkv.config import SamplingParams as SamplingParams
     from radixkv.engine import Engine as Engine
-    from radixkv.engine import EngineStats as EngineStats
     from radixkv.errors import CacheInvariantError as CacheInvariantError
     from radixkv.errors import CapacityError as CapacityError
     from radixkv.errors import ContextLengthError as ContextLengthError
@@ -79,3 +78,4 @@ if TYPE_CHECKING:
     from radixkv.request import Result as Result
     from radixkv.request import Sample as Sample
     from radixkv.request import Score as Score
+    from radixkv.stats import EngineStats as EngineStats

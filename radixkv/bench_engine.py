@@ -27,13 +27,13 @@ from typing import Any
 
 import torch
 
-import radixkv.engine
+import radixkv.drawing
 from radixkv.config import BeamParams, SamplingParams
 from radixkv.demo import describe
 from radixkv.engine import Engine
 
 Progress = Callable[[str], None]
-_engine_module: Any = radixkv.engine
+_drawing: Any = radixkv.drawing
 
 
 @dataclass(frozen=True)
@@ -641,9 +641,9 @@ def bench_steps(engine: Engine, *, batch: int = 16, num_steps: int = 64) -> dict
 
         return run
 
-    forward, draw = engine._runner.forward, _engine_module.sample
+    forward, draw = engine._runner.forward, _drawing.sample
     engine._runner.forward = timed("model", forward)  # type: ignore[method-assign]
-    _engine_module.sample = timed("sampling", draw)
+    _drawing.sample = timed("sampling", draw)
     rows: list[tuple[float, ...]] = []
     try:
         for _ in range(num_steps):
@@ -655,7 +655,7 @@ def bench_steps(engine: Engine, *, batch: int = 16, num_steps: int = 64) -> dict
             rows.append((step, inside["model"], inside["sampling"], rest, rest / step))
     finally:
         engine._runner.forward = forward  # type: ignore[method-assign]
-        _engine_module.sample = draw
+        _drawing.sample = draw
     while engine._live:
         engine.step()
     step, model, sampling, rest, share = (median(column) for column in zip(*rows, strict=True))

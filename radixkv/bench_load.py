@@ -67,7 +67,8 @@ def bench_load(model: str | os.PathLike[str], *, repeats: int = 3) -> dict[str, 
 
 def _load(model: str, started: float) -> dict[str, Any]:
     """Load ``model`` here; the process was started at ``started``, of `time.time`."""
-    from radixkv.engine import Engine, _no_collections
+    from radixkv.engine import Engine
+    from radixkv.loading import no_collections
     from radixkv.model import ModelRunner
 
     start_s = time.time() - started
@@ -95,7 +96,7 @@ def _load(model: str, started: float) -> dict[str, Any]:
     sample.func = timed("K", sample.func)
 
     begin, cpu = time.perf_counter(), time.process_time()
-    with _no_collections():  # as the call itself imports them
+    with no_collections():  # as the call itself imports them
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         for kind, part in ((AutoModelForCausalLM, "weights"), (AutoTokenizer, "tokenizer")):

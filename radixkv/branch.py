@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from radixkv.cache import Lease
-from radixkv.config import SamplingParams
-from radixkv.errors import EngineClosedError
-from radixkv.request import PrefillRequest, Result, SampleRequest, Score, ScoreRequest
+from radixkv.cache import Lease, PrefixCache
+from radixkv.config import SamplingParams, require_int
+from radixkv.errors import CapacityError, EngineClosedError
+from radixkv.kept import kept_tokens
+from radixkv.request import PrefillRequest, Result, Sample, SampleRequest, Score, ScoreRequest
+from radixkv.vocabulary import decode
 
 if TYPE_CHECKING:
     from radixkv.engine import Engine
@@ -20,11 +22,14 @@ class Branch:
 
     It holds the KV of all its tokens but the last, which is run when something is generated
     or scored after it. Forks share every page; nothing is copied until one of them writes.
+    What it computes is found by all others at once, whole pages while it runs, to the token at
+    the end; and it finds what others computed. Its pages go back when it is closed, or dropped.
     Use it from one thread at a time.
 
     Attributes:
         token_ids: all tokens so far.
-        cached_tokens: tokens of the opening prompt whose KV was in the cache.
+        cached_tokens: tokens of the opening prompt whose KV was in the cache when it was opened;
+            `Result.cached_tokens` says for each call what was there.
         namespace: whose cache it uses.
     """
 
@@ -49,8 +54,19 @@ class Branch:
         self._shows_special = True  # in the text of the last answer
         engine.adopt(self)
 
+    @property
+    def text(self) -> str:
+        """The whole sequence decoded, special tokens kept; empty without a tokenizer."""
+        tokenizer = self._engine.tokenizer
+        if tokenizer is None:
+            return ""
+        return decode(tokenizer, self.token_ids, skip_special_tokens=False)
+
     def append(self, tail: Any) -> None:
         """Add text, token ids, or chat messages to the end; they are run when needed.
+
+        What the cache has of the whole is held from now on; what it has not is looked for again
+        when something is run.
 
         Messages go on by the model's chat template, up to the opening of the next answer. A
         branch that was opened with a chat then holds the template's tokens for the whole chat,
@@ -71,11 +87,15 @@ class Branch:
             ended=self._num_ended == len(self.token_ids),
             shows_special=self._shows_special,
         )
-        self._engine.check_length(len(token_ids), 0)
+        self._engine.limits.check_length(len(token_ids), 0)
         self._replace(token_ids)
         if conversation is not self._conversation:  # a new turn
             self._conversation, self._shows_special = conversation, True
         self._num_ended = 0
+        num_held = 0 if self._lease is None else self._lease.num_tokens
+        more = take_cached(self._engine.cache, token_ids[:-1], self.namespace, num_held)
+        if more is not None:
+            self._hold(more)
 
     def _replace(self, token_ids: list[int]) -> None:
         """Hold ``token_ids``, with the KV of as many as begin like those until now."""
@@ -90,9 +110,16 @@ class Branch:
         self.token_ids = token_ids
 
     def generate(
-        self, params: SamplingParams | None = None, *, keep: bool = True, **fields: Any
+        self, params: SamplingParams | None = None, *, keep: bool | int = True, **fields: Any
     ) -> Result:
-        """Continue the branch; appends the first sample's tokens unless ``keep=False``.
+        """Continue the branch, and append a sample.
+
+        After a stop string the branch holds the tokens of the sample's text alone; where the stop
+        string begins inside a token, what of it comes before is encoded anew. A token that ended
+        the sample stays. What was computed of all tokens so far stays held in any case.
+
+        Args:
+            keep: which sample is appended: True is the first, False none.
 
         Raises:
             As `Engine.generate`; the branch is unchanged then.
@@ -100,8 +127,9 @@ class Branch:
         self._check_open()
         engine = self._engine
         chosen = engine.sampling_params(params, fields)
-        handed: list[Lease | None] = []
-        engine.check_request(self.token_ids, chosen)
+        index = _kept_index(keep, chosen.n)
+        handed: list[Lease] = []
+        engine.limits.check_request(self.token_ids, chosen)
         guide = engine.make_guide(chosen)
         lease = self._take_fork()
         try:
@@ -113,40 +141,73 @@ class Branch:
                 engine.eos_token_ids,
                 guide=guide,
                 lease=lease,
-                on_lease=handed.append if keep else None,
+                on_lease=handed.append,
+                kept_index=index or 0,
             )
         except BaseException:
             _release([lease])
             raise
         try:
             result: Result = engine.run_all([request])[0]
+            new_ids: list[int] = []
+            num_same = 0
+            if index is not None:
+                new_ids, num_same = self._kept_ids(result.samples[index], chosen)
         except BaseException:
             _release(handed)
             raise
-        new_ids = result.samples[0].token_ids
-        if keep and new_ids:
+        self._take_over(handed, len(self.token_ids) + num_same, len(self.token_ids + new_ids))
+        if new_ids:
             self.token_ids = self.token_ids + new_ids
-            if isinstance(result.samples[0].stop_reason, int):
+            assert index is not None
+            if isinstance(result.samples[index].stop_reason, int):
                 self._num_ended = len(self.token_ids)
             self._shows_special = not chosen.skip_special_tokens
-            if handed and handed[0] is not None:
-                self._hold(handed[0])
         return result
 
+    def _kept_ids(self, sample: Sample, params: SamplingParams) -> tuple[list[int], int]:
+        """The tokens that a sample appends, and how many of them are its own first ones."""
+        token_ids = sample.token_ids
+        if not isinstance(sample.stop_reason, str):
+            return token_ids, len(token_ids)
+        num_same, tail = kept_tokens(
+            self._engine.tokenizer,
+            self.token_ids,
+            token_ids,
+            sample.text,
+            stop=sample.stop_reason,
+            skip_special_tokens=params.skip_special_tokens,
+            vocab_size=self._engine.vocab_size,
+        )
+        return token_ids[:num_same] + tail, num_same
+
     def score(self, continuations: Sequence[Any]) -> list[Score]:
-        """Log-likelihood of each continuation after this branch, as `Engine.score`."""
+        """Log-likelihood of each continuation after this branch, as `Engine.score`.
+
+        What was computed of the branch's own tokens stays held.
+        """
         self._check_open()
         engine = self._engine
         tails = engine.encode_continuations(self.token_ids, continuations)
-        request = ScoreRequest(list(self.token_ids), tails, self.namespace, lease=self._take_fork())
-        scores: list[Score] = engine.run_all([request])[0]
+        handed: list[Lease] = []
+        request = ScoreRequest(
+            list(self.token_ids),
+            tails,
+            self.namespace,
+            lease=self._take_fork(),
+            on_lease=handed.append,
+        )
+        try:
+            scores: list[Score] = engine.run_all([request])[0]
+        except BaseException:
+            _release(handed)
+            raise
+        self._take_over(handed, len(self.token_ids), len(self.token_ids))
         return scores
 
     def fork(self, n: int = 1) -> list[Branch]:
         """``n`` branches with these tokens that share every page with this one."""
         self._check_open()
-        from radixkv.config import require_int
-
         require_int("n", n, 1)
         self._sync()
         twins: list[Branch] = []
@@ -172,8 +233,6 @@ class Branch:
     def truncate(self, num_tokens: int) -> None:
         """Keep the first ``num_tokens`` tokens."""
         self._check_open()
-        from radixkv.config import require_int
-
         require_int("num_tokens", num_tokens, 1, len(self.token_ids))
         if num_tokens < self._num_ended:
             self._num_ended = 0
@@ -206,10 +265,29 @@ class Branch:
     def _take_fork(self) -> Lease | None:
         return None if self._lease is None else self._lease.fork()
 
+    def _take_over(self, handed: list[Lease], num_same: int, num_tokens: int) -> None:
+        """Hold what a request hands over of the KV of the first ``num_same`` tokens.
+
+        The last of ``num_tokens``, all that the branch has now, is run when more is wanted.
+        """
+        for lease in handed:
+            keep = min(num_same, num_tokens - 1, lease.num_tokens)
+            if keep and (self._lease is None or keep > self._lease.num_tokens):
+                lease.truncate(keep)
+                self._hold(lease)
+            else:
+                lease.release()
+
     def _hold(self, lease: Lease | None) -> None:
         if self._lease is not None:
             self._lease.release()
         self._lease = lease
+
+    def __del__(self) -> None:
+        # A forgotten branch gives its pages back at once. May run at any moment: never wait.
+        lease = getattr(self, "_lease", None)
+        if lease is not None:
+            lease.abandon()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -227,7 +305,36 @@ class Branch:
         return len(self.token_ids)
 
 
-def _release(leases: list[Lease | None]) -> None:
+def take_cached(
+    cache: PrefixCache, token_ids: list[int], namespace: Hashable, num_held: int = 0
+) -> Lease | None:
+    """A lease on what the cache has of ``token_ids``; None unless that is over ``num_held``.
+
+    No page is taken for the rest, but one if the match ends inside a page: what runs takes more.
+    """
+    if len(token_ids) <= num_held:
+        return None
+    num_cached = cache.match(token_ids, namespace=namespace)
+    if num_cached <= num_held:
+        return None
+    try:
+        lease = cache.try_acquire(token_ids[:num_cached], namespace=namespace, full=True)
+    except CapacityError:  # not even one page for the end: it is looked for again when it runs
+        return None
+    if lease.num_cached <= num_held:  # evicted in between
+        lease.release()
+        return None
+    lease.truncate(lease.num_cached)
+    return lease
+
+
+def _kept_index(keep: object, num_samples: int) -> int | None:
+    if isinstance(keep, bool):
+        return 0 if keep else None
+    return require_int("keep", keep, 0, num_samples - 1)
+
+
+def _release(leases: Sequence[Lease | None]) -> None:
     for lease in leases:
         if lease is not None:
             lease.release()

@@ -7,6 +7,7 @@ copied first. What is committed becomes findable; what is not is freed on releas
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import threading
@@ -201,10 +202,9 @@ class Lease:
         """
         self._require_open()
         cache = self._cache
-        with cache._guard:
-            start = self.num_written
-            self._own(start)
-            return torch.from_numpy(self.slots(start)).to(cache.device)
+        start = self.num_written
+        self._make_own(start)
+        return torch.from_numpy(self.slots(start)).to(cache.device)
 
     # --- KV ----------------------------------------------------------------------------
 
@@ -234,8 +234,8 @@ class Lease:
                 )
         if start == stop:
             return
+        self._make_own(start)
         with cache._guard:
-            self._own(start)
             slots = torch.from_numpy(self.slots(start)).to(cache.device)
             pages = cache.storage.layer(layer_idx)
             cache.backend.write_kv(cache.codec, pages, slots, k, v, layer_idx=layer_idx)
@@ -280,10 +280,19 @@ class Lease:
         self._require_open()
         tokens = self._cache.tree.encode(token_ids)
         if tokens.size:
+            try:
+                self.extend_encoded(tokens)
+                return
+            except CapacityError:
+                if not self._cache.collect_garbage():
+                    raise
             self.extend_encoded(tokens)
 
     def extend_encoded(self, tokens: NDArray[np.int32]) -> None:
-        """As `extend`, of at least one id that is known to be valid. [num_tokens] int32."""
+        """As `extend`, of at least one id that is known to be valid. [num_tokens] int32.
+
+        For a caller who can wait: want of pages is said at once, without a look for garbage.
+        """
         self._require_open()
         cache = self._cache
         old = self._num_tokens
@@ -409,6 +418,19 @@ class Lease:
         self._released = True
         self._cache._give_back(self._pages[: self._num_pages], id(self))
 
+    def abandon(self) -> None:
+        """As `release`, from a destructor: it waits for no other thread.
+
+        While another call on the cache runs, the pages go back with the next one.
+        """
+        if self._released:
+            return
+        self._released = True
+        cache = self._cache
+        cache._leases.pop(id(self), None)
+        cache._returned.append(self._pages[: self._num_pages])
+        cache._reclaim_if_idle()
+
     def __enter__(self) -> Self:
         self._require_open()
         return self
@@ -422,11 +444,9 @@ class Lease:
         self.release()
 
     def __del__(self) -> None:
-        # May run at any moment, also inside another cache call: only queue, never lock.
+        # May run at any moment, also inside another cache call: never wait.
         if not getattr(self, "_released", True):
-            self._released = True
-            self._cache._leases.pop(id(self), None)
-            self._cache._returned.append(self._pages[: self._num_pages])
+            self.abandon()
             warnings.warn(
                 f"a lease of {self.num_tokens} tokens was dropped without release(); "
                 f"release it or use it as a context manager",
@@ -458,6 +478,19 @@ class Lease:
         self._pages[index] = page_id
         cache.pool.drop(old)
         self._batch = None
+
+    def _make_own(self, start: int) -> None:
+        """As `_own`, outside of the lock; for want of pages once more after collecting garbage."""
+        cache = self._cache
+        try:
+            with cache._guard:
+                self._own(start)
+            return
+        except CapacityError:
+            if not cache.collect_garbage():
+                raise
+        with cache._guard:
+            self._own(start)
 
     def _own(self, start: int) -> None:
         """Make the pages of tokens from ``start`` on this lease's alone."""
@@ -670,6 +703,23 @@ class PrefixCache:
                 that there is one to run.
         Raises:
             ValueError, TypeError: no tokens, or some that are no ids.
+            CapacityError: the rest does not fit, even after eviction, and after collecting
+                Python's garbage, which may hold leases that nobody can reach.
+        """
+        try:
+            return self.try_acquire(token_ids, namespace=namespace, full=full)
+        except CapacityError:
+            if not self.collect_garbage():
+                raise
+        return self.try_acquire(token_ids, namespace=namespace, full=full)
+
+    def try_acquire(
+        self, token_ids: Any, *, namespace: Hashable = None, full: bool = False
+    ) -> Lease:
+        """As `acquire`, for a caller who can wait: want of pages is said at once.
+
+        Raises:
+            ValueError, TypeError: no tokens, or some that are no ids.
             CapacityError: the rest does not fit, even after eviction.
         """
         if namespace is not None:
@@ -701,6 +751,18 @@ class PrefixCache:
             return Lease(self, tokens, pages, num_cached, namespace, written)
         finally:
             self._guard.leave()
+
+    def collect_garbage(self) -> bool:
+        """Collect Python's garbage, if leases are held; whether pages came free by it.
+
+        A lease in a cycle that nobody can reach holds its pages until then. Takes as long as
+        `gc.collect`: for the moment before a caller is refused.
+        """
+        before = self.num_available_pages
+        if not self._leases:
+            return False
+        gc.collect()
+        return self.num_available_pages > before
 
     def match(self, token_ids: Any, namespace: Hashable = None) -> int:
         """How many leading tokens are cached; changes nothing, not even the eviction order."""
@@ -975,7 +1037,8 @@ class PrefixCache:
     @property
     def num_free_pages(self) -> int:
         """Pages without an owner. O(1)."""
-        return self.pool.num_free
+        with self._guard:
+            return self.pool.num_free
 
     @property
     def num_available_pages(self) -> int:
@@ -1165,6 +1228,20 @@ class PrefixCache:
                     guard.inside = False
         finally:
             guard.lock.release()
+
+    def _reclaim_if_idle(self) -> None:
+        """`_reclaim`, unless another thread or a call of this one is in the middle of something."""
+        guard = self._guard
+        if guard.lock.acquire(blocking=False):
+            try:
+                if not guard.inside:
+                    guard.inside = True
+                    try:
+                        self._reclaim()
+                    finally:
+                        guard.inside = False
+            finally:
+                guard.lock.release()
 
     def _reclaim(self) -> None:
         """Take back what was given back or dropped, and what has outlived its time."""

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import atexit
-import gc
 import logging
 import os
 import threading
 import time
 import weakref
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Collection, Hashable, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Hashable
 from collections.abc import Sequence as SequenceABC
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from contextlib import aclosing
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from radixkv.asynchronous import run_all_async, stream_async
 from radixkv.batch import Run, build_batch
-from radixkv.branch import Branch
-from radixkv.cache import CacheStats, PrefixCache
+from radixkv.branch import Branch, take_cached
+from radixkv.cache import PrefixCache
 from radixkv.checkpoint import (
     ENGINE_OPTIONS,
     named_refusals,
@@ -41,16 +40,20 @@ from radixkv.config import (
     require_int,
     require_namespace,
 )
+from radixkv.drawing import draw
 from radixkv.errors import (
-    CapacityError,
-    ContextLengthError,
     EngineClosedError,
     RadixKVError,
 )
 from radixkv.fingerprint import WeightWatch, fingerprint
 from radixkv.guided import Guide, compute_ahead, make_guide
+from radixkv.limits import Limits
+from radixkv.loading import cpu_has_bfloat16, find_eos_token_ids, no_collections
+from radixkv.loop import run_steps
+from radixkv.many import deliver, outcomes_of, prompt_name, require_on_error, split_prompts
 from radixkv.model import ModelRunner
 from radixkv.names import SAMPLING_MEANINGS, named_options, require_known
+from radixkv.progress import show_progress
 from radixkv.request import (
     BeamRequest,
     Delta,
@@ -59,8 +62,10 @@ from radixkv.request import (
     Score,
     ScoreRequest,
 )
-from radixkv.sampling import SamplerRow, sample
+from radixkv.sampling import SamplerRow
 from radixkv.scheduler import Output, Policy, Scheduler, longest_prefix_first
+from radixkv.stats import EngineStats, Tally
+from radixkv.stream import Stream
 from radixkv.text import (
     Conversation,
     TextEnd,
@@ -69,17 +74,12 @@ from radixkv.text import (
     encode_continuation,
     encode_prompt,
     is_chat,
-    is_prompt,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-_PAUSED_S = 0.05  # how often one looks whether a paused request's reader has caught up
-_LINGER_S = 2.0  # how long the engine's thread stays when there is nothing to do
-_STREAM_DELTAS = 256  # that a stream's reader may lag behind before its request is paused
-_HISTORY = 4096  # requests and steps that the percentiles of `EngineStats` look back on
 _BATCH_TOKENS, _GPU_BATCH_TOKENS = 512, 1024  # most a step, unless the caller says otherwise
 
 logger = logging.getLogger("radixkv")
@@ -101,51 +101,6 @@ def _leave_engines_behind() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_engines_behind)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """What the engine has done since it was made.
-
-    Attributes:
-        requests_done, requests_failed, requests_aborted: ended requests, by how they ended.
-        requests_live: submitted and not ended.
-        prompt_tokens: of requests that were started.
-        cached_tokens: of those, tokens whose KV came from the cache.
-        prefill_tokens, decode_tokens: tokens that the model ran.
-        steps: batches that the model ran.
-        kv_bytes_read: bytes of K and V that attention read, in all layers; what a sliding
-            window hides is counted.
-        kv_bytes_alone: the same if no two sequences had read a shared page together.
-        preemptions: times that a sequence gave its pages back and waited again.
-        ttft_p50_s, ttft_p95_s: time to first token of recent requests; None before any.
-        token_p50_s, token_p95_s: time between tokens of recent requests.
-        batch_tokens_p50, batch_tokens_max: tokens of recent steps.
-        batch_seqs_p50, batch_seqs_max: sequences of recent steps.
-        cache: the cache's own statistics.
-    """
-
-    requests_done: int
-    requests_failed: int
-    requests_aborted: int
-    requests_live: int
-    prompt_tokens: int
-    cached_tokens: int
-    prefill_tokens: int
-    decode_tokens: int
-    steps: int
-    kv_bytes_read: int
-    kv_bytes_alone: int
-    preemptions: int
-    ttft_p50_s: float | None
-    ttft_p95_s: float | None
-    token_p50_s: float | None
-    token_p95_s: float | None
-    batch_tokens_p50: float | None
-    batch_tokens_max: int
-    batch_seqs_p50: float | None
-    batch_seqs_max: int
-    cache: CacheStats
 
 
 class Engine:
@@ -200,7 +155,7 @@ class Engine:
         self.model = model
         self.tokenizer = tokenizer
         self.vocab_size = self._runner.vocab_size
-        self.eos_token_ids = _eos_token_ids(model, tokenizer, self.vocab_size)
+        self.eos_token_ids = find_eos_token_ids(model, tokenizer, self.vocab_size)
         self.max_positions = self._runner.max_positions
         try:
             self.is_batch_invariant = self._runner.is_batch_invariant(kv, backend)
@@ -222,6 +177,9 @@ class Engine:
         self.cache.identify = lambda: _identify(reference)
         if max_batch_tokens is None:
             max_batch_tokens = _BATCH_TOKENS if self.cache.on_host else _GPU_BATCH_TOKENS
+        self.limits = Limits(
+            self.cache, self.vocab_size, self.max_positions, has_tokenizer=tokenizer is not None
+        )
         self._scheduler = Scheduler(self.cache, self._forward, max_batch_tokens, policy=policy)
         self._step_lock = threading.RLock()
         self._stepping: int | None = None  # ident of the thread inside a step
@@ -231,10 +189,7 @@ class Engine:
         self._live: dict[Request, None] = {}
         self._branches: weakref.WeakSet[Branch] = weakref.WeakSet()
         self._pid = os.getpid()
-        self._totals: Counter[str] = Counter()
-        self._ttfts: deque[float] = deque(maxlen=_HISTORY)
-        self._gaps: deque[float] = deque(maxlen=_HISTORY)
-        self._batches: deque[tuple[int, int]] = deque(maxlen=_HISTORY)
+        self._tally = Tally()
         self._closed = False
         _open_engines.add(self)
 
@@ -285,7 +240,7 @@ class Engine:
         require_dtype(dtype)
         if snapshot is not None:
             Path(snapshot).stat()  # before the model is loaded: raises FileNotFoundError
-        with _no_collections():
+        with no_collections():
             from transformers import AutoModelForCausalLM, AutoTokenizer
 
             if device is None or device == "auto":
@@ -349,6 +304,7 @@ class Engine:
         *,
         namespace: Hashable = None,
         progress: bool = False,
+        on_error: str = "raise",
         **fields: Any,
     ) -> Any:
         """Run one prompt or a list of prompts as one batch, and wait for the end.
@@ -360,19 +316,29 @@ class Engine:
             namespace: prompts of different namespaces never share cached KV; anything
                 hashable, and those that compare equal are one (``1 == True``).
             progress: show a bar with tokens and cache hits.
+            on_error: what becomes of a prompt that fails, by itself or while it runs.
+                ``"raise"``: bad prompts are found before anything runs, and the first is raised;
+                of those that fail while they run the first is raised when all have ended.
+                ``"return"``: its exception stands in its place, all others are served.
             fields: of `SamplingParams`, instead of ``params``.
 
         Returns:
-            A `Result` for one prompt; a list of them, in the prompts' order, for a list.
+            A `Result` for one prompt; a list of them, in the prompts' order, for a list. With
+            ``on_error="return"`` an exception in place of each that failed.
 
         Raises:
             ValueError, TypeError: a prompt or option that cannot be used; nothing was run.
             ContextLengthError: prompt plus new tokens over the model's positions.
             CapacityError: a request that cannot fit the page pool even alone.
+            Exception: what a request failed with.
+
+            A prompt's error has ``index``, its place, and ``results``, a list of what the others
+            gave, None for what did not finish; all are None if nothing ran.
         """
-        single, requests = self._make_requests(prompts, params, namespace, fields)
-        results = self.run_all(requests, progress=progress)
-        return results[0] if single else results
+        single, made = self._make_requests(prompts, params, namespace, fields, on_error)
+        requests = [request for request in made if isinstance(request, Request)]
+        self._run(requests, progress=progress)
+        return deliver(outcomes_of(made), is_one=single, on_error=on_error)
 
     async def agenerate(
         self,
@@ -381,27 +347,14 @@ class Engine:
         *,
         namespace: Hashable = None,
         progress: bool = False,
+        on_error: str = "raise",
         **fields: Any,
     ) -> Any:
         """`generate` for asyncio; cancelling the task aborts its requests."""
-        single, requests = self._make_requests(prompts, params, namespace, fields)
-        loop = asyncio.get_running_loop()
-        changed = asyncio.Event()
-        for request in requests:
-            request.listen(lambda: _call_soon(loop, changed.set))
-        self._enqueue(requests)
-        bar = loop.run_in_executor(None, _show_progress, self, requests) if progress else None
-        try:
-            while not all(request.done for request in requests):
-                await changed.wait()
-                changed.clear()
-            if bar is not None:
-                await bar
-        except BaseException:  # cancelled, or the bar's own error
-            await asyncio.shield(loop.run_in_executor(None, self._abort, requests))
-            raise
-        results = self._results(requests)
-        return results[0] if single else results
+        single, made = self._make_requests(prompts, params, namespace, fields, on_error)
+        requests = [request for request in made if isinstance(request, Request)]
+        await run_all_async(self, requests, progress=progress)
+        return deliver(outcomes_of(made), is_one=single, on_error=on_error)
 
     def stream(
         self,
@@ -428,45 +381,17 @@ class Engine:
     ) -> AsyncIterator[Delta]:
         """`stream` for asyncio; cancelling the task or closing the iterator aborts it."""
         request = self._make_request(prompt, params, namespace, fields, record=True)
-        loop = asyncio.get_running_loop()
-        changed = asyncio.Event()
-        request.listen(lambda: _call_soon(loop, changed.set))
-        request.max_deltas = _STREAM_DELTAS
-        self._enqueue([request])
-        try:
-            while True:
-                done = request.done
-                deltas = request.take_deltas()
-                with self._wake:
-                    self._wake.notify_all()
-                for delta in deltas:
-                    yield delta
-                if done:
-                    request.result()
-                    return
-                await changed.wait()
-                changed.clear()
-        finally:
-            if not request.done:
-                await asyncio.shield(loop.run_in_executor(None, self._abort, [request]))
+        async with aclosing(stream_async(self, request)) as deltas:
+            async for delta in deltas:
+                yield delta
 
     def open(self, prompt: Any, *, namespace: Hashable = None) -> Branch:
         """A `Branch` that begins with ``prompt``; its pages stay held until it is closed."""
         self.check_open()
         require_namespace(namespace)
         token_ids = self._encode(prompt)
-        self.check_length(len(token_ids), 0)
-        lease = None
-        if len(token_ids) > 1:
-            # Only what is cached is taken; the rest gets its pages when it is computed.
-            num_cached = self.cache.match(token_ids[:-1], namespace=namespace)
-            if num_cached:
-                lease = self.cache.acquire(token_ids[:num_cached], namespace=namespace, full=True)
-                if not lease.num_cached:  # evicted in between
-                    lease.release()
-                    lease = None
-                elif lease.num_cached < num_cached:
-                    lease.truncate(lease.num_cached)
+        self.limits.check_length(len(token_ids), 0)
+        lease = take_cached(self.cache, token_ids[:-1], namespace)
         cached_tokens = 0 if lease is None else lease.num_cached
         return Branch(
             self,
@@ -535,21 +460,21 @@ class Engine:
                 self._deliver(outputs, progressed)
             self._settle(progressed)
         except BaseException as error:
-            # Not one sequence's fault: none that is live can be trusted to go on.
-            failure: Exception
-            if isinstance(error, Exception):
-                failure = error
-            else:
-                failure = RadixKVError(f"Engine: the step was ended by {type(error).__name__}")
-            for request in list(self._live):
-                request.fail(failure)
-                progressed[request] = None
-            self._settle(progressed)
-            if failure is not error:
+            self._fail_all(error, progressed)
+            if not isinstance(error, Exception):
                 raise
         finally:
             self._stepping = None
         return list(progressed)
+
+    def _fail_all(self, error: BaseException, progressed: dict[Request, None]) -> None:
+        """End all that is live: what ended a step is not one sequence's fault."""
+        if not isinstance(error, Exception):
+            error = RadixKVError(f"Engine: the step was ended by {type(error).__name__}")
+        for request in list(self._live):
+            request.fail(error)
+            progressed[request] = None
+        self._settle(progressed)
 
     def reset_cache(self) -> None:
         """Drop all cached KV, because the model now computes another.
@@ -658,50 +583,24 @@ class Engine:
             if wanted:
                 one = output, wanted
                 (alone if wanted[0].params.logits_processors else together).append(one)
-        self._totals["steps"] += 1
-        self._batches.append((num_tokens, len(outputs)))
+        self._tally.count_step(num_tokens, len(outputs))
         if together:
-            self._sample(together)
+            draw(together)
         for one in alone:
-            self._sample([one])
-
-    def _sample(self, drawn: list[tuple[Output, list[SamplerRow]]]) -> None:
-        """Draw for all at once; if that fails one by one, so that only the one at fault fails."""
-        if len(drawn) == 1 and drawn[0][0].sequence.owner.done:
-            return
-        try:
-            logits, rows = _gather(drawn)
-            sampled = sample(logits, rows)
-        except Exception as error:
-            if len(drawn) == 1:
-                drawn[0][0].sequence.owner.fail(error)
-            else:
-                for one in drawn:
-                    self._sample([one])
-            return
-        now = time.perf_counter()
-        place = 0
-        for output, rows in drawn:
-            seq = output.sequence
-            request: Request = seq.owner
-            first, place = place, place + len(rows)
-            if not request.done:
-                try:
-                    request.on_sampled(seq, sampled[first:place], now)
-                except Exception as error:
-                    request.fail(error)
+            draw([one])
 
     def _forward(self, runs: list[Run]) -> Tensor:
         batch = build_batch(runs, self._runner.device)
         logits = self._runner.forward(batch, self.cache)
         reads, bytes_per_token = batch.attention.reads, self.cache.codec.bytes_per_token
-        self._totals["kv_read"] += reads.tokens * bytes_per_token
-        self._totals["kv_alone"] += reads.tokens_alone * bytes_per_token
+        self._tally.count_reads(
+            reads.tokens * bytes_per_token, reads.tokens_alone * bytes_per_token
+        )
         return logits
 
     def _put(self, requests: list[Request]) -> None:
         for request in requests:
-            request.on_end = self._count
+            request.on_end = self._tally.count_request
         with self._wake:
             self.check_open()  # within: what comes after `close` has looked would never end
             self._inbox.extend(requests)
@@ -713,7 +612,7 @@ class Engine:
         with self._wake:
             if self._thread is None:
                 self._thread = threading.Thread(
-                    target=_run_steps,
+                    target=run_steps,
                     args=(weakref.ref(self), self._wake, torch.get_num_threads()),
                     name="radixkv-engine",
                     daemon=True,
@@ -725,32 +624,39 @@ class Engine:
                     raise
 
     def run_all(self, requests: list[Any], *, progress: bool = False) -> list[Any]:
-        """Run requests to their end; if one fails, the others are aborted and its error raised."""
+        """Run requests to their end and return what each gave; raises the first one's error."""
+        self._run(requests, progress=progress)
+        results = [request.take_outcome() for request in requests]
+        for outcome in results:
+            if isinstance(outcome, BaseException):
+                results.clear()
+                try:
+                    raise outcome
+                finally:
+                    del outcome  # else this frame, which its traceback holds, would hold it
+        return results
+
+    def _run(self, requests: list[Any], *, progress: bool = False) -> None:
+        """Run requests to their end, whatever it is; those that still run if it raises end."""
+        if not requests:
+            return
         try:
             self.check_outside()
             self._enqueue(requests)
         except BaseException as error:
             for request in requests:  # they may have brought leases
                 request.fail(error)
+                request.error = None  # no cycle: it is raised
             raise
         try:
             if progress:
-                _show_progress(self, requests)
+                show_progress(self.cache, requests)
             for request in requests:
                 while not request.wait(1.0):
                     if self._closed:
                         raise EngineClosedError("Engine: closed while the request was running")
-                if request.error is not None:
-                    break
-            return self._results(requests)
         finally:
             self._abort([request for request in requests if not request.done])
-
-    def _results(self, requests: list[Any]) -> list[Any]:
-        for request in requests:
-            if request.done and request.error is not None:
-                raise request.error
-        return [request.result() for request in requests]
 
     def _abort(self, requests: list[Request]) -> None:
         """End ``requests`` and free their pages before this returns.
@@ -794,62 +700,6 @@ class Engine:
                 f"Engine: expected a call between steps, got one from inside one of its own steps "
                 f"(a logits processor or callback), which would wait for itself; {instead}"
             )
-
-    def check_length(self, num_prompt: int, max_new_tokens: int) -> None:
-        """Raise ContextLengthError if the model has not that many positions."""
-        limit = self.max_positions
-        if limit is not None and num_prompt + max_new_tokens > limit:
-            raise ContextLengthError(
-                f"prompt: expected prompt plus max_new_tokens within the model's {limit} "
-                f"positions, got {num_prompt} + {max_new_tokens} = "
-                f"{num_prompt + max_new_tokens}; shorten the prompt or lower max_new_tokens"
-            )
-
-    def check_request(self, token_ids: list[int], params: SamplingParams | BeamParams) -> None:
-        """Raise what is wrong with a request before any work is done for it."""
-        num_prompt, max_new_tokens = len(token_ids), params.max_new_tokens
-        self.check_length(num_prompt, max_new_tokens)
-        if isinstance(params, BeamParams):
-            self._check_ids("BeamParams.stop_token_ids", params.stop_token_ids)
-            # All beams live at once: the prompt's whole pages once, the rest for each.
-            page_size = self.cache.config.page_size
-            shared = num_prompt // page_size
-            tail = -(-(num_prompt + max_new_tokens - 1) // page_size) - shared
-            self._check_pages(shared + params.width * tail, f"{params.width} beams")
-            return
-        self._check_ids("SamplingParams.stop_token_ids", params.stop_token_ids)
-        self._check_ids("SamplingParams.logit_bias", params.logit_bias or ())
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(params, name)
-            if value is not None:
-                require_int(f"SamplingParams.{name}", value, 0, self.vocab_size)
-        if params.stop and self.tokenizer is None:
-            raise ValueError(
-                "SamplingParams.stop: expected an engine with a tokenizer, got none; "
-                "use stop_token_ids"
-            )
-        self._check_tokens(num_prompt + max_new_tokens - 1, "prompt plus new tokens")
-
-    def _check_tokens(self, num_tokens: int, what: str) -> None:
-        page_size = self.cache.config.page_size
-        self._check_pages(-(-num_tokens // page_size), f"{num_tokens} tokens ({what})")
-
-    def _check_pages(self, num_pages: int, what: str) -> None:
-        total = self.cache.pool.num_pages
-        if num_pages > total:
-            page_size = self.cache.config.page_size
-            raise CapacityError(
-                f"{what}: needs {num_pages} pages of {page_size} tokens, but the pool has {total} "
-                f"({total * page_size} tokens); shorten the request or raise KVConfig.capacity "
-                f"to at least {num_pages * self.cache.codec.bytes_per_page} bytes"
-            )
-
-    def _check_ids(self, name: str, token_ids: Collection[int]) -> None:
-        for token_id in token_ids:
-            if token_id >= self.vocab_size:
-                raise ValueError(
-                    f"{name}: expected ids below the vocabulary's {self.vocab_size}, got {token_id}"
-                )
 
     def sampling_params(self, params: Any, fields_: dict[str, Any]) -> SamplingParams:
         """``params``, or new ones of ``fields_``; raises on both, or on an unknown field."""
@@ -935,13 +785,13 @@ class Engine:
             for tail in continuations
         ]
         longest = max(map(len, tails))
-        self.check_length(len(token_ids), longest - 1)  # the last token is scored, not run
+        self.limits.check_length(len(token_ids), longest - 1)  # the last token is scored, not run
         # The prompt is held while each continuation writes on in a copy of its last, open page.
         page_size, num_prompt = self.cache.config.page_size, len(token_ids)
         pages = -(-num_prompt // page_size)
         if longest > 1:
             pages += -(-(num_prompt + longest - 1) // page_size) - num_prompt // page_size
-        self._check_pages(pages, f"a prompt of {num_prompt} tokens and {longest} after it")
+        self.limits.check_pages(pages, f"a prompt of {num_prompt} tokens and {longest} after it")
         return tails
 
     def _make_request(
@@ -952,12 +802,15 @@ class Engine:
         fields_: dict[str, Any],
         *,
         record: bool = False,
+        name: str = "prompt",
     ) -> Request:
         self.check_open()
         require_namespace(namespace)
-        token_ids = self._encode(prompt)
-        if isinstance(params, BeamParams) and not fields_:
-            self.check_request(token_ids, params)
+        if not isinstance(params, BeamParams) or fields_:
+            params = self.sampling_params(params, fields_)
+        token_ids = encode_prompt(self.tokenizer, prompt, vocab_size=self.vocab_size, name=name)
+        self.limits.check_request(token_ids, params, name=name)
+        if isinstance(params, BeamParams):
             return BeamRequest(
                 token_ids,
                 params,
@@ -967,81 +820,69 @@ class Engine:
                 self.vocab_size,
                 record=record,
             )
-        chosen = self.sampling_params(params, fields_)
-        self.check_request(token_ids, chosen)
         return SampleRequest(
             token_ids,
-            chosen,
+            params,
             namespace,
             self.tokenizer,
             self.eos_token_ids,
-            guide=self.make_guide(chosen),
+            guide=self.make_guide(params),
             record=record,
         )
 
     def _make_requests(
-        self, prompts: Any, params: Any, namespace: Hashable, fields_: dict[str, Any]
-    ) -> tuple[bool, list[Request]]:
+        self,
+        prompts: Any,
+        params: Any,
+        namespace: Hashable,
+        fields_: dict[str, Any],
+        on_error: str,
+    ) -> tuple[bool, list[Request | Exception]]:
+        """Whether it is one prompt, and a request for each, or why it can't be one.
+
+        Raises:
+            Exception: one that is not a single prompt's; or the first prompt's, unless
+                ``on_error`` is ``"return"``.
+        """
         self.check_open()
-        single = is_prompt(prompts)
-        each = [prompts] if single else list(prompts)
+        require_on_error(on_error)
+        require_namespace(namespace)
+        single, each = split_prompts(prompts)
         if isinstance(params, (list, tuple)):
             if len(params) != len(each):
                 raise ValueError(
                     f"params: expected one for each of {len(each)} prompts, got {len(params)}"
                 )
+            if fields_:
+                self.sampling_params(params, fields_)  # says that it is one or the other
             chosen = list(params)
         else:
+            if not isinstance(params, BeamParams) or fields_:
+                params = self.sampling_params(params, fields_)
             chosen = [params] * len(each)
-        return single, [
-            self._make_request(prompt, param, namespace, fields_)
-            for prompt, param in zip(each, chosen, strict=True)
-        ]
+        made: list[Request | Exception] = []
+        for i, (prompt, param) in enumerate(zip(each, chosen, strict=True)):
+            made.append(self._try_make(prompt, param, namespace, prompt_name(i, single)))
+            if on_error == "raise" and isinstance(made[-1], Exception):
+                failure = [None] * i + [made.pop()] + [None] * (len(each) - i - 1)
+                deliver(failure, is_one=single, on_error=on_error)
+        return single, made
+
+    def _try_make(
+        self, prompt: Any, params: Any, namespace: Hashable, name: str
+    ) -> Request | Exception:
+        try:
+            return self._make_request(prompt, params, namespace, {}, name=name)
+        except Exception as error:
+            return error
 
     # -- statistics, end ---------------------------------------------------------------------
-
-    def _count(self, request: Request) -> None:
-        how = "failed" if request.error else "aborted" if request.aborted else "done"
-        totals = self._totals
-        totals[how] += 1
-        totals["prompt"] += len(request.prompt_token_ids)
-        totals["cached"] += request.cached_tokens
-        totals["prefill"] += request.metrics.prefill_tokens
-        totals["decode"] += request.metrics.decode_tokens
-        if request.num_tokens:
-            self._ttfts.append(request.metrics.ttft_s)
-        self._gaps.extend(request.token_gaps)
 
     def stats(self) -> EngineStats:
         """What has been done so far."""
         self.check_open()
-        totals = self._totals
-        batches = list(self._batches)  # the engine's thread goes on appending
-        tokens = [tokens for tokens, _ in batches]
-        seqs = [seqs for _, seqs in batches]
-        return EngineStats(
-            requests_done=totals["done"],
-            requests_failed=totals["failed"],
-            requests_aborted=totals["aborted"],
-            requests_live=sum(not request.done for request in [*self._inbox, *self._live]),
-            prompt_tokens=totals["prompt"],
-            cached_tokens=totals["cached"],
-            prefill_tokens=totals["prefill"],
-            decode_tokens=totals["decode"],
-            steps=totals["steps"],
-            kv_bytes_read=totals["kv_read"],
-            kv_bytes_alone=totals["kv_alone"],
-            preemptions=self._scheduler.preemptions,
-            ttft_p50_s=_percentile(self._ttfts, 0.5),
-            ttft_p95_s=_percentile(self._ttfts, 0.95),
-            token_p50_s=_percentile(self._gaps, 0.5),
-            token_p95_s=_percentile(self._gaps, 0.95),
-            batch_tokens_p50=_percentile(tokens, 0.5),
-            batch_tokens_max=max(tokens, default=0),
-            batch_seqs_p50=_percentile(seqs, 0.5),
-            batch_seqs_max=max(seqs, default=0),
-            cache=self.cache.stats(),
-        )
+        live = sum(not request.done for request in [*self._inbox, *self._live])
+        return self._tally.stats(live, self._scheduler.preemptions, self.cache.stats())
 
     @property
     def is_closed(self) -> bool:
@@ -1086,65 +927,6 @@ class Engine:
         self.close()
 
 
-class Stream(Iterator[Delta]):
-    """An iterator of `Delta`; closing, dropping or leaving it aborts its request.
-
-    Attributes:
-        request: what it streams; `Request.result` gives the whole at the end.
-    """
-
-    def __init__(self, engine: Engine, request: Request) -> None:
-        self._engine = engine
-        self.request = request
-        self._changed = threading.Event()
-        self._ready: deque[Delta] = deque()
-        self._over = False
-        request.listen(self._changed.set)
-        request.max_deltas = _STREAM_DELTAS
-        engine._enqueue([request])
-
-    def __iter__(self) -> Stream:
-        return self
-
-    def __next__(self) -> Delta:
-        while not self._ready:
-            done = self.request.done
-            self._ready.extend(self.request.take_deltas())
-            if self._ready:
-                with self._engine._wake:  # it may have been paused for want of this
-                    self._engine._wake.notify_all()
-                break
-            if done:
-                if self.request.error is not None and not self._over:
-                    self._over = True  # raised once; then the iterator is at its end
-                    raise self.request.error
-                raise StopIteration
-            self._engine.check_process()
-            self._engine.check_outside()
-            self._changed.wait()
-            self._changed.clear()
-        return self._ready.popleft()
-
-    def close(self) -> None:
-        """Abort the request, if it still runs, and give its pages back."""
-        self._engine._abort([self.request])
-        self._ready.clear()
-        self.request.take_deltas()
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        # May run at any moment, also inside a call that holds the cache's lock: never wait here.
-        if hasattr(self, "_ready") and not self.request.done:
-            self.request.aborted = True
-            with self._engine._wake:
-                self._engine._wake.notify_all()
-
-
 def _require_engine_options(
     kv: object, max_batch_tokens: object, backend: object, policy: object
 ) -> None:
@@ -1161,159 +943,8 @@ def _require_engine_options(
     require_choice("backend", backend, BACKENDS)
 
 
-def _run_steps(
-    engine_ref: weakref.ref[Engine], wake: threading.Condition, num_threads: int
-) -> None:
-    """The engine's thread: steps while there is work, lingers, and ends."""
-    torch.set_num_threads(num_threads)  # a new thread starts with the default
-    idle_since = time.perf_counter()
-    while True:
-        engine = engine_ref()
-        if engine is None:
-            return
-        if engine._closed:
-            engine._thread = None
-            return
-        if engine._inbox or engine._live:
-            try:
-                with engine._step_lock:
-                    if not engine._closed:
-                        engine._step()
-            except BaseException:
-                # SystemExit from a callback, say. Its requests have failed with it; the thread
-                # goes on for those that come.
-                logger.exception("a step was ended from inside")
-            idle_since = time.perf_counter()
-            if engine._inbox or engine._scheduler.has_work:
-                continue
-        with wake:
-            if not engine._inbox and not engine._closed:
-                if not engine._live and time.perf_counter() - idle_since > _LINGER_S:
-                    engine._thread = None
-                    return
-                timeout_s = _PAUSED_S if engine._live else _LINGER_S / 2
-                del engine  # an engine that nobody uses must not be kept alive from here
-                wake.wait(timeout_s)
-
-
 def _identify(engine_ref: weakref.ref[Engine]) -> dict[str, str]:
     engine = engine_ref()
     if engine is None:
         raise EngineClosedError("PrefixCache: expected a cache whose engine is open; keep it")
     return engine.fingerprint()
-
-
-def _gather(
-    drawn: list[tuple[Output, list[SamplerRow]]],
-) -> tuple[Tensor, list[SamplerRow]]:
-    """The rows to draw, and their logits, without a copy where they stand so already."""
-    batch_logits = drawn[0][0].batch_logits
-    assert batch_logits is not None
-    places: list[int] = []
-    every: list[SamplerRow] = []
-    are_together = True
-    for (_, _, stop, logits_from, logits, row, _), rows in drawn:
-        are_together &= logits is batch_logits
-        places += [row + stop - 1 - logits_from] * len(rows)
-        every += rows
-    if not are_together:  # they were run one by one
-        last = [output.logits[-1:].expand(len(rows), -1) for output, rows in drawn]
-        return torch.cat(last), every
-    if places != list(range(batch_logits.shape[0])):
-        batch_logits = batch_logits[torch.tensor(places, device=batch_logits.device)]
-    return batch_logits, every
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """No cyclic garbage collection within the block, if there was any.
-
-    Half a million objects come with the imports and stay: looking at them again and again takes
-    a tenth of the whole.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            if not gc.get_freeze_count():  # else what its owner froze would be thawed
-                gc.freeze()  # and at once back: all count as old now, without having been looked at
-                gc.unfreeze()
-            gc.enable()
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, callback: Any) -> None:
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(callback)
-
-
-def _show_progress(engine: Engine, requests: list[Request]) -> None:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(
-            "{task.fields[rate]:.0f} tokens/s, {task.fields[hits]:.0%} of prompts cached, "
-            "{task.fields[used]:.0%} of pages in use"
-        ),
-    )
-    started = time.perf_counter()
-    with Progress(*columns) as bar:
-        task = bar.add_task("requests", total=len(requests), rate=0.0, hits=0.0, used=0.0)
-        while True:
-            open_ones = [request for request in requests if not request.done]
-            tokens = sum(request.num_tokens for request in requests)
-            prompts = sum(len(request.prompt_token_ids) for request in requests)
-            cached = sum(request.cached_tokens for request in requests)
-            bar.update(
-                task,
-                completed=len(requests) - len(open_ones),
-                rate=tokens / max(time.perf_counter() - started, 1e-9),
-                hits=cached / prompts,
-                used=1 - engine.cache.num_free_pages / engine.cache.pool.num_pages,
-            )
-            if not open_ones or any(request.error for request in requests):
-                return
-            open_ones[0].wait(0.1)
-
-
-def _percentile(values: Collection[float], share: float) -> float | None:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
-
-
-def _eos_token_ids(model: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
-    """The tokens that end a text: those of the model, and the tokenizer's own.
-
-    The model's are what its generation config names, as in transformers, or else its config. A
-    fine-tune often has the base model's there, and its own in the tokenizer alone.
-    """
-    config = model.config
-    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    sources = (getattr(model, "generation_config", None), config, text_config)
-    named = (getattr(source, "eos_token_id", None) for source in sources)
-    of_model = next((eos for eos in named if eos is not None), None)
-    found: set[int] = set()
-    for eos in (of_model, getattr(tokenizer, "eos_token_id", None)):
-        if isinstance(eos, torch.Tensor):
-            eos = eos.flatten().tolist()
-        if eos is not None:
-            found |= {int(i) for i in (eos if isinstance(eos, (list, tuple)) else [eos])}
-    return frozenset(i for i in found if 0 <= i < vocab_size)
-
-
-def cpu_has_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 itself (AVX-512 BF16 or AMX on x86, BF16 on Arm)."""
-    flags: set[str] = set()
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return False
-    for line in lines:
-        if line.startswith(("flags", "Features")):
-            flags = set(line.split())
-            break
-    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})

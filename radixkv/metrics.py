@@ -8,7 +8,8 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from radixkv.cache import CacheStats
-from radixkv.engine import Engine, EngineStats
+from radixkv.engine import Engine
+from radixkv.stats import EngineStats
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

@@ -26,6 +26,7 @@ from radixkv.beam import BeamSearch
 from radixkv.cache import Lease
 from radixkv.config import BeamParams, SamplingParams
 from radixkv.errors import EngineClosedError, RadixKVError
+from radixkv.failures import copy_of
 from radixkv.guided import Guide
 from radixkv.sampling import Sampled, SamplerRow, fresh_seed, top_logprobs
 from radixkv.scheduler import Output, Scheduler, Sequence
@@ -202,9 +203,28 @@ class Request:
                 "Request.result: expected a request that has ended, got one that runs; "
                 "call Engine.step() until request.done"
             )
-        if self.error is not None:
-            raise self.error
+        self.raise_error()
         return self._result
+
+    def raise_error(self) -> None:
+        """Raise what it failed with, if it did; at every call."""
+        error = self.error
+        if error is None:
+            return
+        # The traceback holds frames that hold this request. So the catcher gets the error, and a
+        # copy without it stays here: no cycle, which would keep the catcher's frames alive too.
+        twin = copy_of(error)
+        if twin is not error:
+            self.error = twin.with_traceback(None)
+        try:
+            raise error
+        finally:
+            del error, twin
+
+    def take_outcome(self) -> Any:
+        """Its result, or the error that it failed with, which it forgets: it is the caller's."""
+        error, self.error = self.error, None
+        return self._result if error is None else error
 
     def take_deltas(self) -> list[Delta]:
         """The deltas that came since the last call."""
@@ -280,6 +300,14 @@ class Request:
         self.metrics.prefill_tokens += prefill
         self.metrics.decode_tokens += stop - start - prefill
 
+    def _hand_over(self, seq: Sequence, on_lease: Callable[[Lease], None]) -> None:
+        """Remove ``seq`` as `_remove`, committed, and give its lease away with the KV it has."""
+        num_computed = seq.num_computed
+        lease = self._remove(seq, commit=num_computed, keep_lease=True)
+        if lease is not None:
+            lease.truncate(min(num_computed, lease.num_tokens))
+            on_lease(lease)
+
     def _note_token(self, now: float, last: float | None) -> None:
         """Count a token that came at ``now``; ``last`` is when its sample's last one did."""
         self.num_tokens += 1
@@ -289,11 +317,7 @@ class Request:
             self.metrics.ttft_s = now - self._submitted
 
     def _notify(self) -> None:
-        for callback in self._listeners:
-            try:
-                callback()
-            except Exception:  # not this request's fault, and it may have ended already
-                logger.exception("a listener of a request raised")
+        _call_all(self._listeners)
 
     def _free(self) -> None:
         for seq in list(self._sequences):
@@ -329,9 +353,26 @@ class Request:
         self.metrics.total_s = time.perf_counter() - self._submitted
         if self.on_end is not None:
             self.on_end(self)
+        listeners = list(self._listeners)
+        self._let_go()
         self.done = True
         self._ended.set()
-        self._notify()
+        _call_all(listeners)
+
+    def _let_go(self) -> None:
+        """Drop what refers back to this request: it goes with its last reference, leases too."""
+        self._sequences.clear()
+        self._scheduler = None
+        self.on_end = None
+        self._listeners.clear()
+
+
+def _call_all(listeners: list[Callable[[], None]]) -> None:
+    for callback in listeners:
+        try:
+            callback()
+        except Exception:  # not this request's fault, and it may have ended already
+            logger.exception("a listener of a request raised")
 
 
 def _aborted() -> EngineClosedError:
@@ -368,7 +409,9 @@ class SampleRequest(Request):
     Args:
         eos_token_ids: ends a sample, unless ``params.ignore_eos``.
         guide: what ``params`` constrain the text to, at its beginning; each sample forks it.
-        on_lease: gets the first sample's lease at its end, instead of its release.
+        on_lease: gets a sample's lease at its end, with the KV of what was run of it, instead of
+            its release; nothing where it has no pages then.
+        kept_index: whose.
     """
 
     def __init__(
@@ -382,7 +425,8 @@ class SampleRequest(Request):
         guide: Guide | None = None,
         record: bool = False,
         lease: Lease | None = None,
-        on_lease: Callable[[Lease | None], None] | None = None,
+        on_lease: Callable[[Lease], None] | None = None,
+        kept_index: int = 0,
     ) -> None:
         super().__init__(prompt_token_ids, params, namespace, record=record, lease=lease)
         seed = fresh_seed() if params.seed is None else params.seed
@@ -413,6 +457,7 @@ class SampleRequest(Request):
         # Where nobody reads along and no text can end a sample, all of it is decoded at the end.
         self._needs_text = tokenizer is not None and (record or bool(params.stop))
         self._on_lease = on_lease
+        self._kept_index = kept_index
         self._prompt_logprobs: list[dict[int, float] | None] | None = None
         if params.prompt_logprobs is not None:
             self._prompt_logprobs = [None]
@@ -524,11 +569,20 @@ class SampleRequest(Request):
         return state.stream.push(fresh)
 
     def _close(self, seq: Sequence, index: int) -> None:
-        keep = index == 0 and self._on_lease is not None
-        lease = self._remove(seq, commit=seq.num_computed, keep_lease=keep)
-        if keep:
-            assert self._on_lease is not None
-            self._on_lease(lease)
+        if index == self._kept_index and self._on_lease is not None:
+            self._hand_over(seq, self._on_lease)
+        else:
+            self._remove(seq, commit=seq.num_computed)
+
+    def _free(self) -> None:
+        # Before its first token all samples are the one sequence that has no index.
+        for seq in list(self._sequences):
+            self._close(seq, self._index.get(seq, self._kept_index))
+
+    def _let_go(self) -> None:
+        super()._let_go()
+        self._index.clear()
+        self._on_lease = None
 
     def partial_result(self) -> Result:
         samples = []
@@ -536,8 +590,10 @@ class SampleRequest(Request):
             if state.finish_reason is None:
                 tail = self._show(state) + state.stream.finish()
                 state.finish_reason = "abort"
+                if state.stream.stopped is not None:  # by the last characters, held back till now
+                    state.finish_reason, state.stop_reason = "stop", state.stream.stopped
                 if self._record:
-                    self._deltas.append(Delta(i, tail, [], "abort"))
+                    self._deltas.append(Delta(i, tail, [], state.finish_reason))
                     self._notify()
             samples.append(
                 Sample(
@@ -639,6 +695,11 @@ class BeamRequest(Request):
         for seq in list(self._sequences):
             self._remove(seq, commit=len(self.prompt_token_ids))
 
+    def _let_go(self) -> None:
+        super()._let_go()
+        self._beams = []
+        self._logits.clear()
+
     def partial_result(self) -> Result:
         num_prompt = len(self.prompt_token_ids)
         if self._search.done:
@@ -673,7 +734,12 @@ class BeamRequest(Request):
 
 
 class ScoreRequest(Request):
-    """Log-likelihoods of continuations; the prompt is run once, then all of them together."""
+    """Log-likelihoods of continuations; the prompt is run once, then all of them together.
+
+    Args:
+        on_lease: gets a lease on the prompt and more, instead of its release; then the
+            continuations become findable, too.
+    """
 
     def __init__(
         self,
@@ -682,8 +748,11 @@ class ScoreRequest(Request):
         namespace: Hashable,
         *,
         lease: Lease | None = None,
+        on_lease: Callable[[Lease], None] | None = None,
     ) -> None:
         super().__init__(prompt_token_ids, None, namespace, lease=lease)
+        self._on_lease = on_lease
+        self._keeps_all = on_lease is not None
         self._continuations = continuations
         self._logprobs: list[list[float]] = [[] for _ in continuations]
         self._greedy = [True] * len(continuations)
@@ -710,14 +779,27 @@ class ScoreRequest(Request):
                     twin.logits_from = num_prompt
                     self._sequences.append(twin)
                     self._index[twin] = i
-            self._remove(seq, commit=num_prompt)
+            if self._index:  # they write the last page first: nobody else is to own it
+                self._remove(seq, commit=0)
+            else:
+                self._close(seq)
         else:
             self._score_rest(self._index[seq], output)
             if output.stop == len(seq.token_ids):
-                self._remove(seq, commit=0)
+                self._close(seq)
         if not self._sequences:
             self.finish(self.partial_result())
         return []
+
+    def _close(self, seq: Sequence) -> None:
+        """Remove ``seq``, and make findable to the token what others may ask for."""
+        on_lease, self._on_lease = self._on_lease, None
+        if on_lease is not None:
+            self._hand_over(seq, on_lease)
+        else:
+            # What a branch scored may well be what it goes on with.
+            num_prompt = len(self.prompt_token_ids)
+            self._remove(seq, commit=seq.num_computed if self._keeps_all else num_prompt)
 
     def _score_first(self, logits: Tensor) -> None:
         logprobs = logits.log_softmax(dim=-1)
@@ -738,6 +820,11 @@ class ScoreRequest(Request):
         ids = torch.tensor(targets, device=logprobs.device)
         self._logprobs[index] += logprobs.gather(1, ids[:, None])[:, 0].tolist()
         self._greedy[index] &= bool((logprobs.argmax(dim=-1) == ids).all())
+
+    def _let_go(self) -> None:
+        super()._let_go()
+        self._index.clear()
+        self._on_lease = None
 
     def abort(self) -> None:
         """End with an error: half a score is none."""

@@ -228,18 +228,17 @@ class Scheduler:
         runs, seqs = self._plan(outputs)
         if not runs:
             return outputs
-        try:
-            logits = self.forward(runs)
-        except Exception as error:
-            # One sequence's bad numbers must not take its neighbours along: run each alone.
-            for seq, run in zip(seqs, runs, strict=True):
-                result = error if len(runs) == 1 else self._run_alone(run)
-                if isinstance(result, Exception):
-                    outputs.append(Output(seq, run.start, run.stop, error=result))
-                else:
-                    self._note(outputs, [seq], [run], result)
+        logits = self._try_forward(runs)
+        if not isinstance(logits, Exception):
+            self._note(outputs, seqs, runs, logits)
             return outputs
-        self._note(outputs, seqs, runs, logits)
+        # One sequence's bad numbers must not take its neighbours along: run each alone.
+        for seq, run in zip(seqs, runs, strict=True):
+            result = logits if len(runs) == 1 else self._try_forward([run])
+            if isinstance(result, Exception):
+                outputs.append(Output(seq, run.start, run.stop, error=result))
+            else:
+                self._note(outputs, [seq], [run], result)
         return outputs
 
     def _note(
@@ -256,9 +255,13 @@ class Scheduler:
             outputs.append(_new(Output, (seq, start, stop, logits_from, logits, row, None)))
             row += stop - logits_from
 
-    def _run_alone(self, run: Run) -> Tensor | Exception:
+    # An error's traceback holds the frame that caught it, with its locals. So errors are caught
+    # where no local holds them afterwards (`_try_*`): else each would be a cycle that keeps alive
+    # all that its traceback passes, its user's frames too, until garbage is collected.
+
+    def _try_forward(self, runs: list[Run]) -> Tensor | Exception:
         try:
-            return self.forward([run])
+            return self.forward(runs)
         except Exception as error:
             return error
 
@@ -273,18 +276,14 @@ class Scheduler:
                 break
             if seq.paused:
                 continue
-            try:
-                if self._shares_with_running(seq):
-                    continue  # its neighbour is computing that prefix; wait for those pages
-                self._reserve(seq)
-            except CapacityError as error:
-                if self.running:
+            admitted = self._try_reserve(seq)
+            if isinstance(admitted, Exception):
+                if isinstance(admitted, CapacityError) and self.running:
                     break
-                # Nothing will give pages back: they are held from outside this engine.
-                outputs.append(Output(seq, 0, 0, error=error))
+                # Of its own; or nothing will give pages back, held from outside this engine.
+                outputs.append(Output(seq, 0, 0, error=admitted))
                 continue
-            except Exception as error:
-                outputs.append(Output(seq, 0, 0, error=error))
+            if not admitted:
                 continue
             self.waiting.remove(seq)
             insort(self.running, seq, key=_age)
@@ -296,6 +295,22 @@ class Scheduler:
                 stop = seq.num_computed
                 outputs.append(Output(seq, stop, stop, stop))
         return outputs
+
+    def _try_reserve(self, seq: Sequence) -> bool | Exception:
+        """Whether ``seq`` has got its pages; False if it is to wait; or why it can't have them."""
+        try:
+            if self._shares_with_running(seq):
+                return False  # its neighbour is computing that prefix; wait for those pages
+            try:
+                self._reserve(seq)
+                return True
+            except CapacityError:
+                if self.running or not self.cache.collect_garbage():
+                    raise
+            self._reserve(seq)
+            return True
+        except Exception as error:
+            return error
 
     def _admission_order(self, outputs: list[Output]) -> list[Sequence]:
         """Those that ran before or have waited long, oldest first; then as `policy` says.
@@ -311,30 +326,38 @@ class Scheduler:
         if len(rest) > 1:
             places: dict[int, float] = {}
             for seq in list(rest):
-                try:
-                    num_cached = self.cache.match(seq.token_ids, namespace=seq.namespace)
-                    places[id(seq)] = float(self.policy(seq.owner, num_cached))
-                except Exception as error:
-                    outputs.append(Output(seq, 0, 0, error=error))
+                place = self._try_rank(seq)
+                if isinstance(place, Exception):
+                    outputs.append(Output(seq, 0, 0, error=place))
                     rest.remove(seq)
+                else:
+                    places[id(seq)] = place
             rest.sort(key=lambda s: (places[id(s)], s.arrival))
         return sorted(first, key=lambda s: s.arrival) + rest
 
+    def _try_rank(self, seq: Sequence) -> float | Exception:
+        try:
+            num_cached = self.cache.match(seq.token_ids, namespace=seq.namespace)
+            return float(self.policy(seq.owner, num_cached))
+        except Exception as error:
+            return error
+
     def _shares_with_running(self, seq: Sequence) -> bool:
         """Whether a running sequence is computing a prefix of ``seq`` that is not cached yet."""
-        if seq.lease is not None:
-            return False
         page_size = self.cache.config.page_size
+        num_held = 0 if seq.lease is None else seq.lease.num_tokens
+        next_page = (num_held // page_size + 1) * page_size  # it must share more than it has
         ids = None
         cached = -1
         for other in self.running:
             if other.num_pending < 2 or other.paused or other.namespace != seq.namespace:
                 continue
-            if other.token_ids[:page_size] != seq.token_ids[:page_size]:
+            if other.token_ids[:next_page] != seq.token_ids[:next_page]:
                 continue
             if ids is None:
                 ids = np.asarray(seq.token_ids)
                 cached = self.cache.match(seq.token_ids, namespace=seq.namespace)
+                cached = max(cached, num_held)
             common = _common_prefix(ids, np.asarray(other.token_ids))
             if common // page_size * page_size > cached:
                 return True
@@ -347,39 +370,71 @@ class Scheduler:
         does not at once preempt it again.
         """
         if seq.lease is not None:  # brought by its owner, with KV for all of its tokens
-            num_cached = seq.lease.num_tokens
-            seq.lease.extend(seq.token_ids[num_cached:])
-            seq.read_pages()
-            if seq.num_cached is None:
-                seq.num_cached = num_cached
-            seq.write_from = num_cached
-            seq.num_computed = min(num_cached, seq.logits_from or num_cached)
-            if seq.logits_from == 0:
-                seq.num_computed = 0
-            return
-        wanted = len(seq.token_ids) if seq.logits_from is None else seq.logits_from
-        lease = self.cache.acquire(
-            seq.token_ids, namespace=seq.namespace, full=seq.logits_from == len(seq.token_ids)
-        )
-        if self.cache.num_available_pages < self._num_busy:
-            lease.release()
-            raise CapacityError("no page left for those who run")
+            lease = self._find_more(seq, seq.lease)
+            if lease is None:
+                self._extend_brought(seq, seq.lease)
+                return
+            seq.lease.release()
+        else:
+            lease = self._acquire(seq)
+            if self.cache.num_available_pages < self._num_busy:
+                lease.release()
+                raise CapacityError("no page left for those who run")
         seq.lease = lease
         seq.read_pages()
         seq.write_from = lease.num_cached
         if seq.num_cached is None:
             seq.num_cached = lease.num_cached
+        wanted = len(seq.token_ids) if seq.logits_from is None else seq.logits_from
         seq.num_computed = min(lease.num_cached, wanted)
+
+    def _acquire(self, seq: Sequence) -> Lease:
+        wants_none = seq.logits_from == len(seq.token_ids)
+        return self.cache.try_acquire(seq.token_ids, namespace=seq.namespace, full=wants_none)
+
+    def _extend_brought(self, seq: Sequence, lease: Lease) -> None:
+        num_cached = lease.num_tokens
+        if num_cached < len(seq.token_ids):
+            lease.extend_encoded(np.array(seq.token_ids[num_cached:], np.int32))
+        seq.read_pages()
+        if seq.num_cached is None:
+            seq.num_cached = num_cached
+        seq.write_from = num_cached
+        seq.num_computed = min(num_cached, seq.logits_from or num_cached)
+        if seq.logits_from == 0:
+            seq.num_computed = 0
+
+    def _find_more(self, seq: Sequence, brought: Lease) -> Lease | None:
+        """Pages for ``seq`` with more KV than it brought, if the cache has that by now."""
+        num_held = brought.num_tokens
+        lookup = len(seq.token_ids) - (seq.logits_from != len(seq.token_ids))
+        if num_held >= lookup:
+            return None
+        if self.cache.match(seq.token_ids[:lookup], namespace=seq.namespace) <= num_held:
+            return None
+        try:
+            lease = self._acquire(seq)
+        except CapacityError:  # with pages of its own it may need fewer
+            return None
+        if lease.num_cached > num_held:
+            return lease
+        lease.release()  # evicted in between
+        return None
 
     def _preempt(self, seq: Sequence, outputs: list[Output]) -> None:
         self.preemptions += 1
-        lease = seq.lease
-        try:
-            self.remove(seq, commit=seq.num_computed if lease is not None else 0)
-        except Exception as error:  # its fault, not that of the one who wants its pages
+        error = self._try_remove(seq)
+        if error is not None:  # its fault, not that of the one who wants its pages
             outputs.append(Output(seq, 0, 0, error=error))
         seq.num_computed = 0
         self.waiting.append(seq)
+
+    def _try_remove(self, seq: Sequence) -> Exception | None:
+        try:
+            self.remove(seq, commit=seq.num_computed if seq.lease is not None else 0)
+            return None
+        except Exception as error:
+            return error
 
     # -- planning ----------------------------------------------------------------------------
 
@@ -400,9 +455,8 @@ class Scheduler:
             if num_tokens > seq.room or seq.lease is None:
                 if seq.lease is None:
                     continue  # preempted by an older one
-                try:
-                    self._cover(seq, outputs)
-                except Exception as error:  # CapacityError: pages are held from outside this engine
+                error = self._cover(seq, outputs)
+                if error is not None:  # CapacityError: pages are held from outside this engine
                     outputs.append(Output(seq, start, start, error=error))
                     continue
                 if seq.lease is None:
@@ -425,36 +479,48 @@ class Scheduler:
             youngest = max(self.running, key=lambda seq: (seq.paused, seq.arrival))
             self._stalls += not youngest.paused
             if self._stalls > 2 * (len(self.running) + len(self.waiting)):
+                self._stalls = 0
+                if self.cache.collect_garbage():
+                    return [], []  # the next step has more room
                 full = CapacityError(
                     f"{self.cache.pool.num_pages} pages: expected room for all sequences of a "
                     f"request at once, but other leases or pins hold it; release them, or make "
                     f"the engine with a larger KVConfig.capacity"
                 )
                 outputs.append(Output(youngest, 0, 0, error=full))
-                self._stalls = 0
             else:
                 self._preempt(youngest, outputs)
         return [runs[i] for i in kept], [seqs[i] for i in kept]
 
-    def _cover(self, seq: Sequence, outputs: list[Output]) -> None:
+    def _cover(self, seq: Sequence, outputs: list[Output]) -> Exception | None:
         """Extend the lease over all tokens of ``seq``; for want of pages the youngest gives way.
 
-        Raises:
-            CapacityError: ``seq`` runs alone and there are still not enough pages.
+        Returns:
+            Why it cannot be: a CapacityError if ``seq`` runs alone and there are still not
+            enough pages, also after collecting garbage.
         """
         while seq.lease is not None and seq.lease.num_tokens < len(seq.token_ids):
-            try:
-                more = np.array(seq.token_ids[seq.lease.num_tokens :], np.int32)
-                seq.lease.extend_encoded(more)
-            except CapacityError:
-                if len(self.running) == 1:
-                    raise
-                youngest = max(self.running, key=lambda other: (other.paused, other.arrival))
-                self._preempt(youngest, outputs)
-                continue
+            error = self._try_extend(seq, seq.lease)
+            if isinstance(error, CapacityError):
+                if len(self.running) > 1:
+                    youngest = max(self.running, key=lambda other: (other.paused, other.arrival))
+                    self._preempt(youngest, outputs)
+                    continue
+                if self.cache.collect_garbage():
+                    continue
+            if error is not None:
+                return error
             seq.read_pages()
             assert seq.page_ids is not None
             seq.room = len(seq.page_ids) * self.cache.config.page_size
+        return None
+
+    def _try_extend(self, seq: Sequence, lease: Lease) -> Exception | None:
+        try:
+            lease.extend_encoded(np.array(seq.token_ids[lease.num_tokens :], np.int32))
+            return None
+        except Exception as error:
+            return error
 
 
 def _common_prefix(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> int:

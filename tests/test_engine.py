@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import random
 import threading
-import time
 from typing import Any
 
 import numpy as np
@@ -471,141 +469,33 @@ def test_prompts_in_any_container_are_one_prompt(tiny_model: Any) -> None:
         assert len(engine.generate([ids, tuple(ids), torch.tensor(ids)], max_new_tokens=1)) == 3
 
 
-def test_streamed_deltas_join_to_the_text(tiny_model: Any, byte_tokenizer: Any) -> None:
+class Clock:
+    """Stands in for the module `time`: each look is a second later."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def test_timeout_ends_with_abort(tiny_model: Any, monkeypatch: Any) -> None:
     model = tiny_model("llama")
-    with Engine(model, byte_tokenizer, kv=kv()) as engine:
-        fields: dict[str, Any] = dict(n=3, seed=5, max_new_tokens=25, stop=["q"])
-        whole = engine.generate("the onion", **fields)
-        text: dict[int, str] = {0: "", 1: "", 2: ""}
-        token_ids: dict[int, list[int]] = {0: [], 1: [], 2: []}
-        reasons = {}
-        for delta in engine.stream("the onion", **fields):
-            text[delta.index] += delta.text
-            token_ids[delta.index] += delta.token_ids
-            if delta.finish_reason:
-                reasons[delta.index] = delta.finish_reason
-        for i, sample in enumerate(whole.samples):
-            assert text[i] == sample.text
-            assert token_ids[i] == sample.token_ids
-            assert reasons[i] == sample.finish_reason
-            assert "q" not in sample.text
-        check_idle(engine)
-
-
-def test_a_stream_that_nobody_reads_is_paused(
-    tiny_model: Any, byte_tokenizer: Any, monkeypatch: Any
-) -> None:
-    model = tiny_model("llama")
-    monkeypatch.setattr("radixkv.engine._STREAM_DELTAS", 8)
-    with Engine(model, byte_tokenizer, kv=kv()) as engine:
-        fields: dict[str, Any] = dict(temperature=0, max_new_tokens=60, ignore_eos=True)
-        expected = engine.generate("the engine", **fields).samples[0].token_ids
-        before = engine.stats().decode_tokens
-        stream = engine.stream("the engine", **fields)
-        next(stream)
-        time.sleep(0.5)
-        assert stream.request.num_tokens <= 20  # of 60: it waits for its reader
-        # Others are served meanwhile, and it goes on when it is read.
-        engine.generate("another one", **fields)
-        rest = [token_id for delta in stream for token_id in delta.token_ids]
-        assert rest == expected[1:]
-        assert engine.stats().decode_tokens > before
-        check_idle(engine)
-
-
-@pytest.mark.parametrize("road", ["break", "close", "del", "raise", "unstarted", "async"])
-def test_abandoned_streams_give_their_pages_back(
-    tiny_model: Any, byte_tokenizer: Any, road: str
-) -> None:
-    model = tiny_model("llama")
-    fields: dict[str, Any] = dict(max_new_tokens=40, temperature=0, ignore_eos=True)
-    with Engine(model, byte_tokenizer, kv=kv()) as engine:
-        alone = engine.generate("another one", **fields).text
-        for _ in range(10):
-            beside = engine.stream("another one", **fields)
-            next(beside)
-            stream = engine.stream("the engine", **fields)
-            if road == "break":
-                for i, _delta in enumerate(stream):
-                    if i == 1:
-                        break
-                stream = None
-            elif road == "close":
-                next(stream), next(stream)
-                stream.close()
-                assert list(stream) == []
-            elif road == "del":
-                next(stream)
-                del stream
-                gc.collect()
-            elif road == "raise":
-                try:
-                    for _delta in stream:
-                        raise KeyError
-                except KeyError:
-                    pass
-                stream = None
-            elif road == "unstarted":
-                del stream
-                gc.collect()
-            else:
-                stream.close()
-
-                async def cancelled() -> None:
-                    async def consume() -> None:
-                        async for _delta in engine.astream("the engine", **fields):
-                            pass
-
-                    task = asyncio.create_task(consume())
-                    await asyncio.sleep(0.03)
-                    task.cancel()
-                    with pytest.raises(asyncio.CancelledError):
-                        await task
-
-                asyncio.run(cancelled())
-            rest = "".join(delta.text for delta in beside)
-            assert alone.endswith(rest)
-        assert engine.generate("another one", **fields).text == alone
-        check_idle(engine)
-        assert engine.stats().requests_live == 0
-
-
-def test_async_and_threads_give_what_one_call_gives(tiny_model: Any, byte_tokenizer: Any) -> None:
-    model = tiny_model("llama")
-    prompts = [f"the one in {i}" for i in range(12)]
-    with Engine(model, byte_tokenizer, kv=kv()) as engine:
-        alone = [engine.generate(p, seed=i, max_new_tokens=12).text for i, p in enumerate(prompts)]
-        got: list[str] = [""] * len(prompts)
-
-        def work(i: int) -> None:
-            got[i] = engine.generate(prompts[i], seed=i, max_new_tokens=12).text
-
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(len(prompts))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert got == alone
-
-        async def together() -> list[Any]:
-            calls = [engine.agenerate(p, seed=i, max_new_tokens=12) for i, p in enumerate(prompts)]
-            return await asyncio.gather(*calls)
-
-        assert [r.text for r in asyncio.run(together())] == alone
-        check_idle(engine)
-
-
-def test_timeout_ends_with_abort(tiny_model: Any) -> None:
-    model = tiny_model("llama")
+    clock = Clock()
+    for module in ("engine", "request", "drawing", "scheduler"):
+        monkeypatch.setattr(f"radixkv.{module}.time", clock)
     with Engine(model, kv=kv()) as engine:
-        start = time.perf_counter()
-        result = engine.generate(random_ids(5), max_new_tokens=250, ignore_eos=True, timeout_s=0.05)
+        fields: dict[str, Any] = dict(max_new_tokens=250, ignore_eos=True, timeout_s=60.0)
+        result = engine.generate(random_ids(5), **fields)
         assert result.samples[0].finish_reason == "abort"
-        assert time.perf_counter() - start < 5
+        assert 5 < len(result.samples[0].token_ids) <= 60
         check_idle(engine)
-        params = BeamParams(width=3, max_new_tokens=250, ignore_eos=True, timeout_s=0.05)
-        beams = engine.generate(random_ids(5), params)
+        beams = engine.generate(random_ids(5), BeamParams(width=3, **fields))
         assert {sample.finish_reason for sample in beams.samples} == {"abort"}
+        assert 5 < len(beams.samples[0].token_ids) <= 60
+        never = engine.generate(random_ids(5), max_new_tokens=4, ignore_eos=True, timeout_s=1e-9)
+        assert (never.samples[0].finish_reason, never.samples[0].token_ids) == ("abort", [])
         check_idle(engine)
 
 
@@ -807,9 +697,19 @@ def test_messages_continue_a_branch_as_the_template_does(
         engine.abort(again)
 
 
-def test_half_a_score_is_no_score(tiny_model: Any) -> None:
-    model = tiny_model("llama")
-    engine = Engine(model, kv=kv(), max_batch_tokens=4)
+def test_half_a_score_is_no_score(tiny_model: Any, monkeypatch: Any) -> None:
+    """The engine is closed between the third step and the fourth, of fifty and more."""
+    engine = Engine(tiny_model("llama"), kv=kv(), max_batch_tokens=4)
+    begun, closed = threading.Event(), threading.Event()
+    looks = iter(range(3))
+
+    def has_work(scheduler: Any) -> bool:  # asked by the engine's thread after each step
+        if next(looks, None) is None:
+            begun.set()
+            assert closed.wait(60)
+        return True
+
+    monkeypatch.setattr(type(engine._scheduler), "has_work", property(has_work))
     got: list[Any] = []
 
     def ask() -> None:
@@ -817,12 +717,15 @@ def test_half_a_score_is_no_score(tiny_model: Any) -> None:
             got.append(engine.score(random_ids(200), [random_ids(30)] * 3))
         except EngineClosedError as error:
             got.append(error)
+        finally:
+            closed.set()
 
     thread = threading.Thread(target=ask)
     thread.start()
-    time.sleep(0.1)
+    assert begun.wait(60)
+    assert 0 < engine._tally._totals["steps"] < 50
     engine.close()
-    thread.join(20)
+    thread.join()
     assert isinstance(got[0], EngineClosedError)
 
 

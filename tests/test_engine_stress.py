@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 import threading
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +142,23 @@ def test_threads_and_tasks_on_a_small_pool_get_what_they_get_alone(tiny_model: A
         check_idle(engine)
 
 
+def num_calls(do: Callable[[], object]) -> int:
+    """How many functions this thread calls in ``do``."""
+    calls = 0
+
+    def count(frame: Any, event: str, arg: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        do()
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
 @pytest.mark.parametrize("dtype", ["int8", "model"])
 def test_a_thousand_branches_share_every_page_until_they_write(tiny_model: Any, dtype: str) -> None:
     model = tiny_model("llama", max_position_embeddings=4096)
@@ -152,9 +169,17 @@ def test_a_thousand_branches_share_every_page_until_they_write(tiny_model: Any, 
         with engine.open(prompt) as trunk:
             trunk.fork()[0].close()  # computes what is not cached
             before = engine.cache.stats()
-            start = time.thread_time()
-            branches = trunk.fork(1000)
-            print(f"a fork took {1e3 * (time.thread_time() - start):.1f} us")
+            forked: list[Any] = []
+            calls = num_calls(lambda: forked.append(trunk.fork(1000)))
+            (branches,) = forked
+            assert calls <= 60 * 1000  # the same few for each, however many pages they share
+            short = engine.open(prompt[:100])
+            short.fork()[0].close()
+            assert num_calls(lambda: forked.append(short.fork(1000))) == pytest.approx(
+                calls, rel=0.02
+            )
+            for branch in [short, *forked.pop()]:
+                branch.close()
             after = engine.cache.stats()
             assert after.pages_free == before.pages_free
             assert after.cow_copies == before.cow_copies

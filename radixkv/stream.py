@@ -1,0 +1,74 @@
+"""A request's deltas as they come, for a caller that waits for them."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from radixkv.request import Delta, Request
+
+if TYPE_CHECKING:
+    from radixkv.engine import Engine
+
+STREAM_DELTAS = 256  # that a stream's reader may lag behind before its request is paused
+
+
+class Stream(Iterator[Delta]):
+    """An iterator of `Delta`; closing, dropping or leaving it aborts its request.
+
+    Attributes:
+        request: what it streams; `Request.result` gives the whole at the end.
+    """
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self._engine = engine
+        self.request = request
+        self._changed = threading.Event()
+        self._ready: deque[Delta] = deque()
+        self._over = False
+        request.listen(self._changed.set)
+        request.max_deltas = STREAM_DELTAS
+        engine._enqueue([request])
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Delta:
+        while not self._ready:
+            done = self.request.done
+            self._ready.extend(self.request.take_deltas())
+            if self._ready:
+                with self._engine._wake:  # it may have been paused for want of this
+                    self._engine._wake.notify_all()
+                break
+            if done:
+                if self.request.error is not None and not self._over:
+                    self._over = True  # raised once; then the iterator is at its end
+                    self.request.raise_error()
+                raise StopIteration
+            self._engine.check_process()
+            self._engine.check_outside()
+            self._changed.wait()
+            self._changed.clear()
+        return self._ready.popleft()
+
+    def close(self) -> None:
+        """Abort the request, if it still runs, and give its pages back."""
+        self._engine._abort([self.request])
+        self._ready.clear()
+        self.request.take_deltas()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # May run at any moment, also inside a call that holds the cache's lock: never wait here.
+        if hasattr(self, "_ready") and not self.request.done:
+            self.request.aborted = True
+            with self._engine._wake:
+                self._engine._wake.notify_all()
