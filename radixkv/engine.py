@@ -30,7 +30,7 @@ from radixkv.errors import (
     EngineClosedError,
     RadixKVError,
 )
-from radixkv.fingerprint import WeightWatch, fingerprint
+from radixkv.fingerprint import fingerprint
 from radixkv.guided import Guide, compute_ahead, make_guide
 from radixkv.model import ModelRunner
 from radixkv.request import (
@@ -44,6 +44,7 @@ from radixkv.request import (
 from radixkv.sampling import SamplerRow, sample
 from radixkv.scheduler import Output, Policy, Scheduler, longest_prefix_first
 from radixkv.text import encode_continuation, encode_messages, encode_prompt, is_prompt
+from radixkv.watch import WeightWatch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -125,9 +126,11 @@ class Engine:
     """Generates with a transformers causal LM on a prefix cache of quantized pages.
 
     Args:
-        model: a transformers causal LM. It is put in eval mode and its attention is replaced
-            while the engine runs it; called otherwise it computes what it did. `close` puts
-            both back, and so does a constructor that raises.
+        model: a transformers causal LM. It is put in eval mode; `close` gives the modes back, and
+            so does a constructor that raises. While a step runs, and no longer, its attention
+            and its layers' forwards are replaced, it runs in eval mode whatever ``train()``
+            says, and uncompiled: in between it is its owner's, to train, copy, compile, adapt or
+            resize, and what changes it is noticed (`radixkv.watch.WeightWatch`).
         tokenizer: its tokenizer; None allows token ids only, and texts are empty.
         kv: how pages are stored, and how many.
         device: moves the model; None leaves it where it is.
@@ -140,10 +143,6 @@ class Engine:
 
     Attributes:
         cache: the `PrefixCache`. After `close` it is empty, and may be used by itself.
-        is_batch_invariant: whether results are bit for bit the same whatever else runs and
-            whatever is cached; measured when the engine is made (float32 on a CPU with the
-            compiled kernels);
-            False once layers of the model were replaced by others.
 
     Raises:
         UnsupportedModelError: the model's attention cannot be served rightly.
@@ -180,23 +179,24 @@ class Engine:
         self.model = model
         self.tokenizer = tokenizer
         self.eos_token_ids = _eos_token_ids(model)
-        self.vocab_size = self._runner.vocab_size
         self.max_positions = self._runner.max_positions
         try:
-            self.is_batch_invariant = self._runner.is_batch_invariant(kv, backend)
+            self._is_invariant: bool | None = self._runner.is_batch_invariant(kv, backend)
             self.cache = PrefixCache(
                 self._runner.spec, kv, device=self._runner.device, backend=backend
             )
         except BaseException:
             self._runner.release()  # the model is its owner's again, as it was
             raise
-        if not self.is_batch_invariant:
+        if not self._is_invariant:
             logger.info(
                 "%s: low bits of a result may depend on what else runs and what is cached "
                 "(float32 on a CPU with the compiled kernels has none of that)",
                 type(model).__name__,
             )
-        self._watch = WeightWatch(model)
+        self._watch = WeightWatch(self._runner.model, self._runner.probe)
+        self._vocab_size = self._runner.vocab_size  # that running requests count on
+        self._has_foreign = False  # writes to buffers, of another thread, during a pass
         self._fingerprint: dict[str, str] | None = None
         reference = weakref.ref(self)
         self.cache.identify = lambda: _identify(reference)
@@ -299,6 +299,27 @@ class Engine:
                 engine.close()
                 raise
         return engine
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether results are bit for bit the same whatever else runs and whatever is cached.
+
+        Measured when the engine is made (float32 on a CPU with the compiled kernels), and again
+        when it is asked for after weights or adapters were changed; False once layers of the
+        model were replaced by others.
+        """
+        if self._is_invariant is None:
+            with self._step_lock:
+                if self._closed or not self._watch.is_checked:
+                    return False
+                kv, backend = self.cache.config, self.cache.backend.name
+                self._is_invariant = self._runner.is_batch_invariant(kv, backend)
+        return self._is_invariant
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the model can read and draw, as it is now."""
+        return self._runner.vocab_size
 
     # -- asking ------------------------------------------------------------------------------
 
@@ -485,10 +506,16 @@ class Engine:
         try:
             self._settle(progressed)
             compute_ahead([guide for request in self._live for guide in request.guides])
+            if self._live and self._watch.has_foreign_buffers():
+                self._drop(progressed)
             outputs = self._scheduler.step()
             if outputs:
+                if self._has_foreign or self._watch.changed_in_step():
+                    self._drop(progressed)  # before anything that was computed is given out
                 self._deliver(outputs, progressed)
             self._settle(progressed)
+            if not self._live and not self._inbox:
+                self._runner.rest()
         except BaseException as error:
             # Not one sequence's fault: none that is live can be trusted to go on.
             failure: Exception
@@ -519,14 +546,24 @@ class Engine:
         self.check_open()
         self.check_outside("call it between requests")
         with self._step_lock:
-            self._watch.changed()
+            self._watch.accept()
             self._reset()
 
     def _drop_stale(self) -> None:
         self._runner.look()
         if self._watch.changed():
-            logger.warning("the model was changed: all cached KV is dropped")
-            self._reset()
+            self._drop({})
+        if not self._watch.is_checked:
+            self._runner.check()  # raises each time, until what was there is put back
+            self._watch.is_checked = True
+
+    def _drop(self, progressed: dict[Request, None]) -> None:
+        """Forget all that was computed, since the model is another now."""
+        logger.warning("the model was changed: all cached KV is dropped")
+        progressed.update(self._live)
+        self._watch.accept()
+        self._has_foreign = False
+        self._reset()
 
     def _reset(self) -> None:
         error = RadixKVError(
@@ -534,13 +571,18 @@ class Engine:
         )
         for request in list(self._live):
             request.fail(error)
+        vocab_size = self._runner.vocab_size
         for request in list(self._inbox):
-            request.recompute()
+            if vocab_size != self._vocab_size:
+                request.fail(error)
+            else:
+                request.recompute()
+        self._vocab_size = vocab_size
         for branch in list(self._branches):
             branch.recompute()
         self.cache.clear()
         self._runner.forget()
-        self.is_batch_invariant &= not self._watch.layers_replaced
+        self._is_invariant = False if self._watch.layers_replaced else None
         self._fingerprint = None
 
     def fingerprint(self) -> dict[str, str]:
@@ -550,7 +592,7 @@ class Engine:
             self._drop_stale()
             if self._fingerprint is None:
                 stored = self._runner.stored_with(self.cache.codec)
-                self._fingerprint = fingerprint(self.model, self.tokenizer, extra=stored)
+                self._fingerprint = fingerprint(self._runner.model, self.tokenizer, extra=stored)
             return dict(self._fingerprint)
 
     def _settle(self, progressed: dict[Request, None]) -> None:
@@ -649,6 +691,9 @@ class Engine:
     def _forward(self, runs: list[Run]) -> Tensor:
         batch = build_batch(runs, self._runner.device)
         logits = self._runner.forward(batch, self.cache)
+        if self._watch.after_pass():
+            logits = self._runner.forward(batch, self.cache)
+            self._has_foreign |= self._watch.judge()
         reads, bytes_per_token = batch.attention.reads, self.cache.codec.bytes_per_token
         self._totals["kv_read"] += reads.tokens * bytes_per_token
         self._totals["kv_alone"] += reads.tokens_alone * bytes_per_token

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from radixkv import Engine, KVConfig, RadixKVError, SnapshotError
-from radixkv.fingerprint import WeightWatch, fingerprint
+from radixkv.fingerprint import fingerprint
+from radixkv.watch import WeightWatch
 
 ROOT = Path(__file__).resolve().parent.parent
 KV = KVConfig(dtype="int8", page_size=4, capacity="2MiB")
@@ -360,7 +361,7 @@ def test_a_dropped_engine_is_not_kept_alive_by_its_cache(tiny_model: Callable[..
 def test_a_look_takes_less_than_a_hundredth_of_a_step(tiny_model: Callable[..., Any]) -> None:
     """Per tensor, with a wide margin: a step takes at least one pass over all weights."""
     watch = WeightWatch(tiny_model(fresh=True))
-    num_tensors = len(watch._tensors)
+    num_tensors = len(watch._plain)
     times = []
     for _ in range(50):
         start = time.perf_counter()

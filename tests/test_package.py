@@ -71,6 +71,8 @@ IMPORT_ORDER = [
     "linear",
     "huge_pages",
     "layers",
+    "hold",
+    "watch",
     "fingerprint",
     "measures",
     "graphs",
