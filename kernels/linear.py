@@ -1,7 +1,8 @@
 """What a decoder layer computes besides its attention, compiled by Numba: products, norms, RoPE.
 
 The weights are read where they lie, ``[outputs, inputs]`` (a ``Conv1D``'s: ``[inputs, outputs]``)
-as the checkpoint has them: they are held once, and a step that decodes one sequence takes the time that memory needs to give them.
+as the checkpoint has them: they are held once, and a step that decodes one sequence takes the
+time that memory needs to give them.
 An output element is summed lane by lane over the inputs, then over the lanes (a ``Conv1D``'s
 input by input), whatever the number of rows, the tile or the thread: a row's bits do not depend
 on its neighbours.

@@ -194,6 +194,7 @@ class Engine:
                 "(float32 on a CPU with the compiled kernels has none of that)",
                 type(model).__name__,
             )
+        self._runner.settle()
         self._watch = WeightWatch(self._runner.model, self._runner.probe)
         self._vocab_size = self._runner.vocab_size  # that running requests count on
         self._has_foreign = False  # writes to buffers, of another thread, during a pass
@@ -566,15 +567,12 @@ class Engine:
         self._reset()
 
     def _reset(self) -> None:
-        error = RadixKVError(
-            "Engine: the model was changed while the request was running; run it again"
-        )
         for request in list(self._live):
-            request.fail(error)
+            request.fail(_changed_error())
         vocab_size = self._runner.vocab_size
         for request in list(self._inbox):
             if vocab_size != self._vocab_size:
-                request.fail(error)
+                request.fail(_changed_error())
             else:
                 request.recompute()
         self._vocab_size = vocab_size
@@ -702,8 +700,13 @@ class Engine:
     def _put(self, requests: list[Request]) -> None:
         for request in requests:
             request.on_end = self._count
+        vocab_size = self._runner.vocab_size
         with self._wake:
             self.check_open()  # within: what comes after `close` has looked would never end
+            if vocab_size != self._vocab_size:  # what waits counts on another
+                for request in self._inbox:
+                    request.fail(_changed_error())
+                self._vocab_size = vocab_size
             self._inbox.extend(requests)
             self._wake.notify_all()
 
@@ -1149,6 +1152,10 @@ def _run_steps(
                 timeout_s = _PAUSED_S if engine._live else _LINGER_S / 2
                 del engine  # an engine that nobody uses must not be kept alive from here
                 wake.wait(timeout_s)
+
+
+def _changed_error() -> RadixKVError:
+    return RadixKVError("Engine: the model was changed while the request was running; run it again")
 
 
 def _identify(engine_ref: weakref.ref[Engine]) -> dict[str, str]:

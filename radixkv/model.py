@@ -32,7 +32,7 @@ from radixkv.hold import Hold, hold, uncompiled
 from radixkv.measures import Measures
 from radixkv.quant import KVCodec, KVSpec
 from radixkv.reference import ScoreRule, attend_dense, rotate_rows
-from radixkv.watch import plain_tensors
+from radixkv.watch import inference_places, make_normal, plain_tensors
 
 _PROBE_TOKENS = 12  # of the self test; windows up to this length less one are exercised by it
 # Where the probe of `is_batch_invariant` is cut into steps. Each step reads all weights: they are
@@ -409,6 +409,14 @@ class _Paged:
         return rule
 
 
+def _end(let_go: Callable[[], None], model: weakref.ref[Any], owners: set[tuple[int, str]]) -> None:
+    """Give a model back."""
+    let_go()
+    owner = model()
+    if owner is not None:
+        make_normal(owner, owners)
+
+
 class ModelRunner:
     """Runs batches of a model on a cache's pages.
 
@@ -421,6 +429,8 @@ class ModelRunner:
         self.device: torch.device = next(model.parameters()).device
         self.release: Callable[[], Any] = lambda: None
         self._held: Hold
+        self._owners: set[tuple[int, str]] = set()  # inference tensors that are not of our passes
+        self._num_readable = self._count_readable()
         self.max_positions = max_positions(model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._rules: dict[int, ScoreRule] = {}
@@ -456,7 +466,7 @@ class ModelRunner:
         input_ids = torch.tensor([token_ids], device=device)
         recorder = _Recorder()
         runner = None
-        weights = _places_of(model)
+        weights, owners = _places_of(model), inference_places(model)
         with torch.inference_mode():
             try:
                 with held.as_written():
@@ -488,11 +498,12 @@ class ModelRunner:
                     ),
                 )
                 runner._held = held
+                runner._owners = owners
                 # Called by `release`, or when the runner is dropped without it.
-                runner.release = weakref.finalize(runner, let_go)
+                runner.release = weakref.finalize(runner, _end, let_go, weakref.ref(model), owners)
                 runner._self_test(token_ids, expected)
             except BaseException:
-                let_go()
+                _end(let_go, weakref.ref(model), owners)
                 raise
         return runner
 
@@ -548,6 +559,13 @@ class ModelRunner:
         if isinstance(weight, Tensor):  # a quantizer's may be a method
             return int(weight.shape[0])
         return int(head.out_features)
+
+    def _count_readable(self) -> int | None:
+        """Ids that the model can read, if these are fewer than it has logits for."""
+        weight = getattr(self.model.get_input_embeddings(), "weight", None)
+        if not isinstance(weight, Tensor) or weight.shape[0] >= self.vocab_size:
+            return None
+        return int(weight.shape[0])
 
     @cached_property
     def _measures(self) -> Measures:
@@ -656,6 +674,10 @@ class ModelRunner:
         """See anew whether layers are what they were: they may have been changed."""
         self._held.look()
 
+    def settle(self) -> None:
+        """Turn what passes have left in the model into tensors that can be trained with."""
+        make_normal(self.model, self._owners)
+
     def rest(self) -> None:
         """Let go of weights that were replaced; nothing runs for now."""
         self._held.rest()
@@ -689,6 +711,7 @@ class ModelRunner:
     def forget(self) -> None:
         """See the model anew, and ask its attention what it wants: it was changed."""
         self._held.find()
+        self._num_readable = self._count_readable()
         self._rules.clear()
         self._graphs = None  # they hold the addresses of the old ones
         self._measures = Measures()
@@ -714,6 +737,12 @@ class ModelRunner:
             NonFiniteError: NaN or Inf in K, V (names layer and head) or in the logits.
         """
         codec, backend = cache.codec, cache.backend
+        if self._num_readable is not None and int(batch.input_ids.max()) >= self._num_readable:
+            raise ValueError(
+                f"token_ids: expected ids below the {self._num_readable} of the model's input "
+                f"embeddings, got {int(batch.input_ids.max())}; it has logits for "
+                f"{self.vocab_size}: resize both"
+            )
         centers = self.k_center.unbind() if codec.centers_k else None
 
         def compute(batch: Batch) -> Tensor:

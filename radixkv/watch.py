@@ -26,6 +26,7 @@ _SAMPLES = 4  # elements of each tensor that are compared, spread over it
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ADAPTER_FIELDS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 _PLAIN = (bool, int, float, str, type(None))
+_COPY_BYTES = 1 << 22  # of a buffer whose content is kept, to be put back
 _TIMES = 2  # that a forward writes a buffer before that is taken for its habit
 
 
@@ -80,6 +81,7 @@ class _Buffer:
         value: the tensor.
         versions: of the tensors that hold its content.
         digest: of its content.
+        content: a copy of that, if it is small.
         same, other: passes of the engine's own that wrote the same content, or another.
     """
 
@@ -88,16 +90,13 @@ class _Buffer:
     value: Tensor
     versions: list[int | None]
     digest: bytes
+    content: Tensor | None
     same: int = 0
     other: int = 0
 
     @classmethod
     def of(cls, place: dict[str, Any], name: str, value: Tensor) -> _Buffer:
-        return cls(place, name, value, _versions(value), _digest(value))
-
-    @property
-    def is_replaced(self) -> bool:
-        return self.place.get(self.name) is not self.value
+        return cls(place, name, value, _versions(value), _digest(value), _copy(value))
 
     @property
     def is_touched(self) -> bool:
@@ -118,12 +117,77 @@ class _Buffer:
         value = self.place.get(self.name)
         return _digest(value) if isinstance(value, Tensor) else b""
 
+    @property
+    def has_other_content(self) -> bool:
+        """Whether what is there says another thing; a table that grew or shrank does not."""
+        value, before = self.place.get(self.name), self.content
+        if not isinstance(value, Tensor):
+            return True
+        if before is None or value.shape == before.shape or value.dim() != before.dim():
+            return _digest(value) != self.digest
+        if value.dtype != before.dtype or value.device != before.device or 0 in value.shape:
+            return True
+        common = tuple(slice(min(sizes)) for sizes in zip(value.shape, before.shape, strict=True))
+        return not torch.equal(_bare(value)[common], before[common])
+
     def note(self, digest: bytes | None = None) -> None:
         """Take what is there now, of which ``digest`` is known, for what it was."""
         value = self.place.get(self.name)
         if isinstance(value, Tensor):
+            if value is not self.value and value.is_inference() and not self.value.is_inference():
+                value = self.place[self.name] = _normal(value)
             self.value, self.versions = value, _versions(value)
+            if digest != self.digest:
+                self.content = None if self.is_free else _copy(value)
         self.digest = self.now() if digest is None else digest
+
+    def put_back(self) -> bool:
+        """Bring the content back that was noted; whether that could be done."""
+        if _versions(self.value) == self.versions:
+            self.place[self.name] = self.value
+            return True
+        if self.content is None or self.content.shape != self.value.shape:
+            return False
+        with torch.inference_mode():  # where every tensor may be written to
+            self.value.copy_(self.content)
+        self.place[self.name] = self.value
+        return True
+
+
+def _copy(tensor: Tensor) -> Tensor | None:
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.nbytes > _COPY_BYTES:
+        return None
+    return None if tensor.device.type == "meta" else _normal(tensor)
+
+
+def _normal(tensor: Tensor) -> Tensor:
+    """A copy that is no inference tensor, in any mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        return tensor.clone()
+
+
+def inference_places(model: nn.Module) -> set[tuple[int, str]]:
+    """Where modules hold inference tensors that are no parameters."""
+    return {(id(place), name) for place, name, value in _tensors(model) if value.is_inference()}
+
+
+def make_normal(model: nn.Module, but: set[tuple[int, str]]) -> None:
+    """Give the model normal tensors for those that passes in inference mode have left in it.
+
+    Args:
+        but: `inference_places` of before, which are its owner's.
+    """
+    for place, name, value in list(_tensors(model)):
+        if value.is_inference() and (id(place), name) not in but:
+            place[name] = _normal(value)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    for module in model.modules():
+        for place in (module._buffers, module.__dict__):
+            for name, value in place.items():
+                if isinstance(value, Tensor):
+                    yield place, name, value
 
 
 def _versions(tensor: Tensor) -> list[int | None]:
@@ -140,8 +204,8 @@ class WeightWatch:
     place of others, other active adapters, and, on a CPU, writes past torch's counters
     (``.data``, NumPy) where they touch one of the spread elements that it compares. It does not
     see a write past the counters that touches none of these, or that is on a GPU, nor hooks, of
-    which most only look: after such a one, call `Engine.reset_cache`. Buffers that were written are no change if a
-    forward makes of them what they were.
+    which most only look: after such a one, call `Engine.reset_cache`. Buffers that were written
+    are no change if a forward makes of them what they were.
 
     Args:
         probe: runs the model once, as an engine does; without it any other buffer is a change.
@@ -205,7 +269,7 @@ class WeightWatch:
             [
                 forward
                 for module in self._modules
-                if not is_stand_in(forward := own_forward(module))
+                if "forward" in module.__dict__ and not is_stand_in(forward := own_forward(module))
             ],
             [_plain_state(place) for place in self._adapted],
             [_digest(tensor) for tensor in self._uncounted],
@@ -247,16 +311,13 @@ class WeightWatch:
         self._close = self._look_closely()
         known = {(id(b.place), b.name): b for b in getattr(self, "_buffers", ())}
         self._buffers: list[_Buffer] = []
-        self._suspects: list[tuple[_Buffer, Any, list[int | None]]] = []
-        for module in modules:
-            for place in (module._buffers, module.__dict__):
-                for name, value in place.items():
-                    if isinstance(value, Tensor):
-                        buffer = _Buffer.of(place, name, value)
-                        before = known.get((id(place), name))
-                        if before is not None:
-                            buffer.same, buffer.other = before.same, before.other
-                        self._buffers.append(buffer)
+        self._suspects: list[tuple[_Buffer, Tensor, Tensor | None]] = []
+        for place, name, value in _tensors(self._model):
+            buffer = _Buffer.of(place, name, value)
+            former = known.get((id(place), name))
+            if former is not None:
+                buffer.same, buffer.other = former.same, former.other
+            self._buffers.append(buffer)
 
     # -- buffers -----------------------------------------------------------------------------
 
@@ -282,15 +343,14 @@ class WeightWatch:
         for buffer in self._buffers:
             if not buffer.is_touched:
                 continue
-            digest = b"" if buffer.is_free else buffer.now()
             if (
                 not buffer.is_free
-                and digest != buffer.digest
                 and (among is None or buffer in among)
+                and buffer.has_other_content
             ):
                 found.append(buffer)
             else:
-                buffer.note(digest)
+                buffer.note(buffer.digest if buffer.is_free else None)
         return found
 
     def after_pass(self) -> bool:
@@ -305,34 +365,34 @@ class WeightWatch:
         for buffer in self._buffers:
             if not buffer.is_touched:
                 continue
-            if buffer.is_free or buffer.same >= _TIMES:
+            now = buffer.place.get(buffer.name)
+            is_steady = buffer.same >= _TIMES and getattr(now, "shape", 0) == buffer.value.shape
+            if buffer.is_free or is_steady:
                 buffer.note(buffer.digest)
-                continue
-            digest = buffer.now()
-            if digest == buffer.digest:
-                buffer.same += 1
-                buffer.note(digest)
+            elif isinstance(now, Tensor) and buffer.has_other_content:
+                content = _copy(now)
+                if buffer.put_back():
+                    self._suspects.append((buffer, now, content))
+                else:
+                    buffer.note()
             else:
-                value = buffer.place.get(buffer.name)
-                self._suspects.append((buffer, value, _versions_of(value)))
-        for buffer, _, _ in self._suspects:
-            if buffer.is_replaced and _versions(buffer.value) == buffer.versions:
-                buffer.place[buffer.name] = buffer.value
+                buffer.same += 1
+                buffer.note()
         return bool(self._suspects)
 
     def judge(self) -> bool:
         """After the pass was run again: whether what it did not write is somebody else's."""
         foreign = False
-        for buffer, value, versions in self._suspects:
-            now = buffer.place.get(buffer.name)
-            if now is value and _versions_of(now) == versions:
-                foreign = True
-            elif now is buffer.value and now is not value:
-                buffer.place[buffer.name] = value
-                foreign = True
-            else:
+        for buffer, value, content in self._suspects:
+            if buffer.now() != buffer.digest:  # it was written again
                 buffer.other += 1
                 buffer.note()
+                continue
+            foreign = True
+            if value is buffer.value and content is not None:
+                with torch.inference_mode():
+                    value.copy_(content)
+            buffer.place[buffer.name] = value
         self._suspects.clear()
         return foreign
 
@@ -348,10 +408,6 @@ def _places(found: Iterable[tuple[dict[str, Any], str, Any]]) -> _Places:
 def _in_place(places: _Places) -> bool:
     dicts, names, values = places
     return all(map(operator.is_, map(dict.get, dicts, names), values))
-
-
-def _versions_of(value: Any) -> list[int | None]:
-    return _versions(value) if isinstance(value, Tensor) else []
 
 
 def _adapter(place: dict[str, Any]) -> tuple[Any, ...]:

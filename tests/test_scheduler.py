@@ -63,6 +63,9 @@ class FakeRunner:
     def rest(self) -> None:
         pass
 
+    def settle(self) -> None:
+        pass
+
     def probe(self) -> None:
         pass
 
