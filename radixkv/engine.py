@@ -32,7 +32,7 @@ from radixkv.errors import (
 )
 from radixkv.fingerprint import fingerprint
 from radixkv.guided import Guide, compute_ahead, make_guide
-from radixkv.model import ModelRunner
+from radixkv.model import ModelRunner, check_weights
 from radixkv.request import (
     BeamRequest,
     Delta,
@@ -174,6 +174,7 @@ class Engine:
             require_int("max_batch_tokens", max_batch_tokens, 1)
         self._closed = True  # until all below has worked
         if device is not None:
+            check_weights(model)
             model = model.to(device)
         self._runner = ModelRunner.load(model)
         self.model = model

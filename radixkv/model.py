@@ -31,6 +31,7 @@ from radixkv.graphs import Capture, DecodeGraphs, capture_cuda, is_decode
 from radixkv.hold import Hold, hold, uncompiled
 from radixkv.measures import Measures
 from radixkv.quant import KVCodec, KVSpec
+from radixkv.quantized import makes_views, quantized_kinds, quiet
 from radixkv.reference import ScoreRule, attend_dense, rotate_rows
 from radixkv.watch import inference_places, make_normal, plain_tensors
 
@@ -217,8 +218,10 @@ def _check_config(model: Any) -> None:
         )
 
 
-def _check_weights(model: torch.nn.Module) -> None:
+def check_weights(model: Any) -> None:
     """Refuse weights that are not where the model is: accelerate brings them for each call."""
+    if not isinstance(model, torch.nn.Module):
+        return  # refused elsewhere
     for name, module in model.named_modules():
         hook = module.__dict__.get("_hf_hook")
         for one in getattr(hook, "hooks", [hook]):
@@ -429,6 +432,7 @@ class ModelRunner:
         self.device: torch.device = next(model.parameters()).device
         self.release: Callable[[], Any] = lambda: None
         self._held: Hold
+        self._has_views = makes_views(model)
         self._owners: set[tuple[int, str]] = set()  # inference tensors that are not of our passes
         self._num_readable = self._count_readable()
         self.max_positions = max_positions(model)
@@ -458,7 +462,7 @@ class ModelRunner:
             )
         model = uncompiled(model)
         _check_config(model)
-        _check_weights(model)
+        check_weights(model)
         held, let_go = hold(model, lambda: _active.handler, _register)
         device = next(model.parameters()).device
         vocab_size = model.config.get_text_config().vocab_size
@@ -467,7 +471,7 @@ class ModelRunner:
         recorder = _Recorder()
         runner = None
         weights, owners = _places_of(model), inference_places(model)
-        with torch.inference_mode():
+        with quiet(has_views=makes_views(model)):
             try:
                 with held.as_written():
                     expected = model(input_ids=input_ids, use_cache=False).logits[0].float()
@@ -502,8 +506,16 @@ class ModelRunner:
                 # Called by `release`, or when the runner is dropped without it.
                 runner.release = weakref.finalize(runner, _end, let_go, weakref.ref(model), owners)
                 runner._self_test(token_ids, expected)
-            except BaseException:
+            except BaseException as error:
                 _end(let_go, weakref.ref(model), owners)
+                kinds = ", ".join(quantized_kinds(model))
+                if kinds and isinstance(error, Exception):
+                    raise _refuse(
+                        model,
+                        f"is quantized ({kinds}), in a way that fails here or depends on what "
+                        f"else is in a batch: {error}",
+                        "quantize weights alone, or load it without quantization",
+                    ) from error
                 raise
         return runner
 
@@ -609,7 +621,7 @@ class ModelRunner:
         keywords: dict[str, Any] = {"position_ids": (places * (limit // num_tokens))[None]}
         if self._keeps_logits:
             keywords["logits_to_keep"] = 1
-        with torch.inference_mode(), self._held.step(), attending(recorder):
+        with quiet(has_views=self._has_views), self._held.step(), attending(recorder):
             ids = (7 + 13 * places) % self.model.config.get_text_config().vocab_size
             self.model(input_ids=ids[None], use_cache=False, **keywords)
         layers = range(self.spec.num_layers)
@@ -704,13 +716,14 @@ class ModelRunner:
 
     def probe(self) -> None:
         """Run the model as a step does, for what that leaves in it; nothing is written."""
-        with torch.inference_mode(), self._held.step(), attending(_Recorder()):
+        with quiet(has_views=self._has_views), self._held.step(), attending(_Recorder()):
             input_ids = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
             self.model(input_ids=input_ids, use_cache=False)
 
     def forget(self) -> None:
         """See the model anew, and ask its attention what it wants: it was changed."""
         self._held.find()
+        self._has_views = makes_views(self.model)
         self._num_readable = self._count_readable()
         self._rules.clear()
         self._graphs = None  # they hold the addresses of the old ones
@@ -753,7 +766,11 @@ class ModelRunner:
                 paged = _Paged(self._rules, batch, cache, centers)
                 paged.is_watched = self._is_watched()
                 try:
-                    with torch.inference_mode(), self._held.step() as step, attending(paged):
+                    with (
+                        quiet(has_views=self._has_views),
+                        self._held.step() as step,
+                        attending(paged),
+                    ):
                         logits: Tensor = self.model(input_ids=batch.input_ids, **keywords).logits[0]
                         if step.is_calm:
                             break

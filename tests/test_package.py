@@ -73,6 +73,7 @@ IMPORT_ORDER = [
     "layers",
     "hold",
     "watch",
+    "quantized",
     "fingerprint",
     "measures",
     "graphs",
