@@ -1,9 +1,11 @@
 """What a decoder layer computes besides its attention, compiled by Numba: products, norms, RoPE.
 
-The weights are read where they lie, ``[outputs, inputs]`` as the checkpoint has them: they are
-held once, and a step that decodes one sequence takes the time that memory needs to give them.
-An output element is summed lane by lane over the inputs, then over the lanes, whatever the
-number of rows, the tile or the thread: a row's bits do not depend on its neighbours.
+The weights are read where they lie, ``[outputs, inputs]`` (a ``Conv1D``'s: ``[inputs, outputs]``)
+as the checkpoint has them: they are held once, and a step that decodes one sequence takes the
+time that memory needs to give them.
+An output element is summed lane by lane over the inputs, then over the lanes (a ``Conv1D``'s
+input by input), whatever the number of rows, the tile or the thread: a row's bits do not depend
+on its neighbours.
 
 A kernel runs a short program: operations in stages, each cut into tasks that threads take in
 turn. A stage begins when all tasks before it are done. A thread that comes late finds fewer
@@ -40,14 +42,18 @@ _UNROLL = 64 // (4 * LANES)  # vectors of a cache line
 _TASK_BYTES = 2**18  # of weights: they stay in the second-level cache while the rows pass by
 _MAX_TASK = 64  # outputs
 _ROW_BLOCK_BYTES = 2**17  # of input rows that stay in that cache, too
+_AHEAD = 8  # inputs: the weights of so many later ones are asked for from memory
 _NORM_ROWS = 8  # rows of a task
 _SMALL = 2**20  # weights times rows (+ 8): below, waking a second thread takes longer
 _SPINS = 1000  # looks at a counter before a thread offers its place to another
 
-PRODUCT, GATED, NORM, ROPE = range(4)
+_CHUNK_INPUTS = 256  # of weights that lie across: so many memory pages are read again and again
+
+PRODUCT, GATED, NORM, ROPE, ACROSS = range(5)
 """Operations. All matrices are float32, rows contiguous; ``_row`` is a row's length in bytes.
 
 PRODUCT: out = x weight^T (+ bias) (+ more).
+ACROSS: out = x weight (+ bias), where weight is [num_inputs, num_outputs].
 GATED: out = silu(x weight^T (+ bias)) * (x weight2^T (+ bias2)); out2 is its scratch.
 NORM: out = weight * (x / sqrt(mean(x^2) + eps)); weight 0: none.
 ROPE: out [num_rows, num_outputs] is heads of num_inputs; each is normed as by NORM if weight is
@@ -231,6 +237,119 @@ def _multiply_block(
     return types.void(*[types.int64] * 11), codegen
 
 
+@intrinsic
+def _multiply_across(
+    typingctx: Any,
+    num_inputs: Any,
+    num_rows: Any,
+    num_outputs: Any,
+    x: Any,
+    x_row: Any,
+    weight: Any,
+    weight_row: Any,
+    bias: Any,
+    out: Any,
+    out_row: Any,
+    more: Any,
+):
+    """out[r, n] = x[r, :] . weight[:, n] (+ bias[n]) (+ more[r, n]); address 0: there is none.
+
+    ``more`` has the rows of ``out``. An output is summed input by input.
+    """
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        (
+            num_inputs,
+            num_rows,
+            num_outputs,
+            x,
+            x_row,
+            weight,
+            weight_row,
+            bias,
+            out,
+            out_row,
+            more,
+        ) = args
+        has_bias = b.icmp_signed("!=", bias, _number(0))
+        has_more = b.icmp_signed("!=", more, _number(0))
+        left = b.srem(num_outputs, _number(LANES))
+        mask = _masked(b, left)
+        bits, align = ir.VectorType(_I1, LANES), ir.Constant(_I32, 4)
+        name, vectors_at = f"v{LANES}f32.p0", _VF.as_pointer()
+        load_kind = ir.FunctionType(_VF, [vectors_at, _I32, bits, _VF])
+        store_kind = ir.FunctionType(ir.VoidType(), [_VF, vectors_at, _I32, bits])
+
+        def read(address: Any, is_whole: bool) -> Any:
+            if is_whole:
+                return cpu._load(b, cpu._pointer(b, address), 0, _VF)
+            load = cgutils.get_or_insert_function(b.module, load_kind, f"llvm.masked.load.{name}")
+            return b.call(load, [b.inttoptr(address, vectors_at), align, mask, cpu._const(0.0)])
+
+        def write(value: Any, address: Any, is_whole: bool) -> None:
+            if is_whole:
+                cpu._store(b, value, cpu._pointer(b, address), 0)
+                return
+            store = cgutils.get_or_insert_function(
+                b.module, store_kind, f"llvm.masked.store.{name}"
+            )
+            b.call(store, [value, b.inttoptr(address, vectors_at), align, mask])
+
+        def tile(row: Any, column: Any, rows: int, vectors: int, is_whole: bool = True) -> None:
+            x_rows = [_at(b, x, b.add(row, _number(r)), x_row) for r in range(rows)]
+            places = [b.add(column, _number(4 * LANES * v)) for v in range(vectors)]
+            cells = [(r, v) for r in range(rows) for v in range(vectors)]
+            sums = {cell: cgutils.alloca_once(b, _VF) for cell in cells}
+            for place in sums.values():
+                b.store(cpu._const(0.0), place)
+            with cgutils.for_range(b, num_inputs) as loop:
+                line = b.add(weight, b.mul(loop.index, weight_row))
+                ahead = cpu._pointer(b, b.add(line, b.mul(weight_row, _number(_AHEAD))))
+                for v in range(0, vectors, _UNROLL):
+                    cpu._prefetch(b, ahead, places[v])
+                offset = b.mul(loop.index, _number(4))
+                factors = [cpu._splat(b, cpu._load(b, one, offset, _F32)) for one in x_rows]
+                for v in range(vectors):
+                    value = read(b.add(line, places[v]), is_whole)
+                    for r in range(rows):
+                        place = sums[r, v]
+                        b.store(cpu._fma(b, factors[r], value, b.load(place)), place)
+            for r in range(rows):
+                begin = b.mul(out_row, b.add(row, _number(r)))
+                for v in range(vectors):
+                    total = sums[r, v]
+                    with b.if_then(has_bias):
+                        value = read(b.add(bias, places[v]), is_whole)
+                        b.store(b.fadd(b.load(total), value), total)
+                    offset = b.add(begin, places[v])
+                    with b.if_then(has_more):
+                        value = read(b.add(more, offset), is_whole)
+                        b.store(b.fadd(b.load(total), value), total)
+                    write(b.load(total), b.add(out, offset), is_whole)
+
+        def rows_of(column: Any, vectors: int, most: int, is_whole: bool = True) -> None:
+            done: Any = _number(0)
+            for size in (most, 1):
+                num_pieces = b.sdiv(b.sub(num_rows, done), _number(size))
+                with cgutils.for_range(b, num_pieces) as loop:
+                    row = b.add(done, b.mul(loop.index, _number(size)))
+                    tile(row, column, size, vectors, is_whole)
+                done = b.add(done, b.mul(num_pieces, _number(size)))
+
+        whole, done = b.sdiv(num_outputs, _number(LANES)), _number(0)
+        for size in (4, 1):
+            num_pieces = b.sdiv(b.sub(whole, done), _number(size))
+            with cgutils.for_range(b, num_pieces) as loop:
+                first = b.add(done, b.mul(loop.index, _number(size)))
+                rows_of(b.mul(first, _number(4 * LANES)), size, _TILE[0])
+            done = b.add(done, b.mul(num_pieces, _number(size)))
+        with b.if_then(b.icmp_signed("!=", left, _number(0))):
+            rows_of(b.mul(whole, _number(4 * LANES)), 1, _TILE[0], False)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 11), codegen
+
+
 def _masked(b: Any, count: Any) -> Any:
     lanes = ir.Constant(ir.VectorType(_I32, LANES), list(range(LANES)))
     return b.icmp_signed("<", lanes, cpu._splat(b, b.trunc(count, _I32)))
@@ -365,6 +484,20 @@ def _product(op, first, num_outputs):  # type: ignore[no-untyped-def]
                 _gate_row(num_outputs, out + i * op.out_row, out2 + i * op.out_row)
 
 
+@njit(error_model="numpy")
+def _product_across(op, first, num_outputs):  # type: ignore[no-untyped-def]
+    """One task's outputs, for all rows; by chunks of inputs, whose sums are added in order."""
+    weight_row, place = 4 * op.num_outputs, 4 * first
+    out = op.out + place
+    for begin in range(0, op.num_inputs, _CHUNK_INPUTS):
+        is_first = begin == 0
+        _multiply_across(
+            min(_CHUNK_INPUTS, op.num_inputs - begin), op.num_rows, num_outputs,
+            op.x + 4 * begin, op.x_row, op.weight + begin * weight_row + place, weight_row,
+            _offset(op.bias, place) if is_first else 0, out, op.out_row, 0 if is_first else out,
+        )  # fmt: skip
+
+
 def make_program() -> Any:
     """The kernel: runs a program; see the module."""
 
@@ -385,6 +518,8 @@ def make_program() -> Any:
             first = (task - op.first_task) * op.step
             if op.kind == PRODUCT or op.kind == GATED:
                 _product(op, first, min(op.step, op.num_outputs - first))
+            elif op.kind == ACROSS:
+                _product_across(op, first, min(op.step, op.num_outputs - first))
             else:
                 for row in range(first, min(first + op.step, op.num_rows)):
                     if op.kind == NORM:
@@ -474,6 +609,17 @@ class Program:
         step = self._step(num_outputs, num_inputs)
         self._add(PRODUCT, num_outputs, step, num_outputs, num_inputs, x, x_row, weight, bias,
                   out, out_row, more, more_row)  # fmt: skip
+
+    def across(
+        self, num_outputs: int, num_inputs: int, x: Address, x_row: int, weight: Address,
+        bias: Address, out: Address, out_row: int,
+    ) -> None:  # fmt: skip
+        """ACROSS; row lengths in bytes; weight is contiguous."""
+        self._work += num_outputs * num_inputs
+        even = -(-num_outputs // self.num_threads)
+        step = 4 * LANES * max(1, min(_MAX_TASK, even) // (4 * LANES))
+        self._add(ACROSS, num_outputs, step, num_outputs, num_inputs, x, x_row, weight, bias,
+                  out, out_row)  # fmt: skip
 
     def gated(
         self, num_outputs: int, num_inputs: int, x: Address, x_row: int, weight: Address,
@@ -582,10 +728,16 @@ def bits_of(value: float) -> int:
 
 @lru_cache(256)
 def _one_product(
-    num_rows: int, num_outputs: int, num_inputs: int, has_bias: bool, num_threads: int
+    num_rows: int,
+    num_outputs: int,
+    num_inputs: int,
+    has_bias: bool,
+    lies_across: bool,
+    num_threads: int,
 ) -> Program:
     program = Program(num_rows, num_threads)
-    program.product(
+    add = program.across if lies_across else program.product
+    add(
         num_outputs, num_inputs, ("x", 0), 4 * num_inputs, ("weight", 0),
         ("bias", 0) if has_bias else 0, ("out", 0), 4 * num_outputs,
     )  # fmt: skip
@@ -601,6 +753,8 @@ def multiply(
     num_outputs: int,
     num_inputs: int,
     num_threads: int,
+    *,
+    lies_across: bool = False,
 ) -> None:
     """Set ``out`` to x weight^T (+ bias).
 
@@ -608,6 +762,7 @@ def multiply(
         x, weight, bias, out: addresses of contiguous float32 [num_rows, num_inputs],
             [num_outputs, num_inputs], [num_outputs] (0: none) and [num_rows, num_outputs].
         num_threads: of them the caller's is one.
+        lies_across: the weights lie as [num_inputs, num_outputs] instead.
     """
-    program = _one_product(num_rows, num_outputs, num_inputs, bias != 0, num_threads)
+    program = _one_product(num_rows, num_outputs, num_inputs, bias != 0, lies_across, num_threads)
     program.run(x=x, weight=weight, bias=bias, out=out)

@@ -17,12 +17,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import nn
 
 from radixkv.batch import Run, build_batch
 from radixkv.cache import PrefixCache
 from radixkv.config import KVConfig
 from radixkv.demo import hardware
-from radixkv.linear import SteadyLinear, linear_kernels
+from radixkv.linear import linear_kernels
 from radixkv.model import ModelRunner
 from radixkv.models import prepare_small_model
 
@@ -60,7 +61,7 @@ def profile_step(
     with ExitStack() as held:
         held.callback(runner.release)
         kernels = linear_kernels()
-        layers = [m for m in runner.model.modules() if isinstance(m, SteadyLinear)]
+        layers = [m for m in runner.model.modules() if type(m) is nn.Linear]
         rows = {m.in_features: torch.randn(batch, m.in_features) for m in layers}
         products = []
         outs = []

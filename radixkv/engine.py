@@ -45,13 +45,13 @@ from radixkv.errors import (
     EngineClosedError,
     RadixKVError,
 )
-from radixkv.fingerprint import WeightWatch, fingerprint
+from radixkv.fingerprint import fingerprint
 from radixkv.guided import Guide, compute_ahead, make_guide
 from radixkv.limits import Limits
 from radixkv.loading import cpu_has_bfloat16, find_eos_token_ids, no_collections
 from radixkv.loop import run_steps
 from radixkv.many import deliver, outcomes_of, prompt_name, require_on_error, split_prompts
-from radixkv.model import ModelRunner
+from radixkv.model import ModelRunner, check_weights
 from radixkv.names import SAMPLING_MEANINGS, named_options, require_known
 from radixkv.progress import show_progress
 from radixkv.request import (
@@ -75,6 +75,7 @@ from radixkv.text import (
     encode_prompt,
     is_chat,
 )
+from radixkv.watch import WeightWatch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,9 +108,11 @@ class Engine:
     """Generates with a transformers causal LM on a prefix cache of quantized pages.
 
     Args:
-        model: a transformers causal LM. It is put in eval mode and its attention is replaced
-            while the engine runs it; called otherwise it computes what it did. `close` puts
-            both back, and so does a constructor that raises.
+        model: a transformers causal LM. It is put in eval mode; `close` gives the modes back, and
+            so does a constructor that raises. While a step runs, and no longer, its attention
+            and its layers' forwards are replaced, it runs in eval mode whatever ``train()``
+            says, and uncompiled: in between it is its owner's, to train, copy, compile, adapt or
+            resize, and what changes it is noticed (`radixkv.watch.WeightWatch`).
         tokenizer: its tokenizer; None allows token ids only, and texts are empty.
         kv: how pages are stored, and how many.
         device: moves the model; None leaves it where it is.
@@ -122,10 +125,6 @@ class Engine:
 
     Attributes:
         cache: the `PrefixCache`. After `close` it is empty, and may be used by itself.
-        is_batch_invariant: whether results are bit for bit the same whatever else runs and
-            whatever is cached; measured when the engine is made (float32 on a CPU with the
-            compiled kernels);
-            False once layers of the model were replaced by others.
 
     Raises:
         UnsupportedModelError: the model's attention cannot be served rightly.
@@ -150,36 +149,36 @@ class Engine:
         _require_engine_options(kv, max_batch_tokens, backend, policy)
         self._closed = True  # until all below has worked
         if device is not None:
+            check_weights(model)
             model = model.to(device)
         self._runner = ModelRunner.load(model)
         self.model = model
         self.tokenizer = tokenizer
-        self.vocab_size = self._runner.vocab_size
         self.eos_token_ids = find_eos_token_ids(model, tokenizer, self.vocab_size)
         self.max_positions = self._runner.max_positions
         try:
-            self.is_batch_invariant = self._runner.is_batch_invariant(kv, backend)
+            self._is_invariant: bool | None = self._runner.is_batch_invariant(kv, backend)
             self.cache = PrefixCache(
                 self._runner.spec, kv, device=self._runner.device, backend=backend
             )
         except BaseException:
             self._runner.release()  # the model is its owner's again, as it was
             raise
-        if not self.is_batch_invariant:
+        if not self._is_invariant:
             logger.info(
                 "%s: low bits of a result may depend on what else runs and what is cached "
                 "(float32 on a CPU with the compiled kernels has none of that)",
                 type(model).__name__,
             )
-        self._watch = WeightWatch(model)
+        self._runner.settle()
+        self._watch = WeightWatch(self._runner.model, self._runner.probe)
+        self._vocab_size = self._runner.vocab_size  # that running requests count on
+        self._has_foreign = False  # writes to buffers, of another thread, during a pass
         self._fingerprint: dict[str, str] | None = None
         reference = weakref.ref(self)
         self.cache.identify = lambda: _identify(reference)
         if max_batch_tokens is None:
             max_batch_tokens = _BATCH_TOKENS if self.cache.on_host else _GPU_BATCH_TOKENS
-        self.limits = Limits(
-            self.cache, self.vocab_size, self.max_positions, has_tokenizer=tokenizer is not None
-        )
         self._scheduler = Scheduler(self.cache, self._forward, max_batch_tokens, policy=policy)
         self._step_lock = threading.RLock()
         self._stepping: int | None = None  # ident of the thread inside a step
@@ -291,6 +290,37 @@ class Engine:
                 engine.close()
                 raise
         return engine
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether results are bit for bit the same whatever else runs and whatever is cached.
+
+        Measured when the engine is made (float32 on a CPU with the compiled kernels), and again
+        when it is asked for after weights or adapters were changed; False once layers of the
+        model were replaced by others.
+        """
+        if self._is_invariant is None:
+            with self._step_lock:
+                if self._closed or not self._watch.is_checked:
+                    return False
+                kv, backend = self.cache.config, self.cache.backend.name
+                self._is_invariant = self._runner.is_batch_invariant(kv, backend)
+        return self._is_invariant
+
+    @property
+    def limits(self) -> Limits:
+        """What may be asked of this engine, as its model is now."""
+        return Limits(
+            self.cache,
+            self.vocab_size,
+            self.max_positions,
+            has_tokenizer=self.tokenizer is not None,
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the model can read and draw, as it is now."""
+        return self._runner.vocab_size
 
     # -- asking ------------------------------------------------------------------------------
 
@@ -455,10 +485,16 @@ class Engine:
         try:
             self._settle(progressed)
             compute_ahead([guide for request in self._live for guide in request.guides])
+            if self._live and self._watch.has_foreign_buffers():
+                self._drop(progressed)
             outputs = self._scheduler.step()
             if outputs:
+                if self._has_foreign or self._watch.changed_in_step():
+                    self._drop(progressed)  # before anything that was computed is given out
                 self._deliver(outputs, progressed)
             self._settle(progressed)
+            if not self._live and not self._inbox:
+                self._runner.rest()
         except BaseException as error:
             self._fail_all(error, progressed)
             if not isinstance(error, Exception):
@@ -489,28 +525,40 @@ class Engine:
         self.check_open()
         self.check_outside("call it between requests")
         with self._step_lock:
-            self._watch.changed()
+            self._watch.accept()
             self._reset()
 
     def _drop_stale(self) -> None:
         self._runner.look()
         if self._watch.changed():
-            logger.warning("the model was changed: all cached KV is dropped")
-            self._reset()
+            self._drop({})
+        if not self._watch.is_checked:
+            self._runner.check()  # raises each time, until what was there is put back
+            self._watch.is_checked = True
+
+    def _drop(self, progressed: dict[Request, None]) -> None:
+        """Forget all that was computed, since the model is another now."""
+        logger.warning("the model was changed: all cached KV is dropped")
+        progressed.update(self._live)
+        self._watch.accept()
+        self._has_foreign = False
+        self._reset()
 
     def _reset(self) -> None:
-        error = RadixKVError(
-            "Engine: the model was changed while the request was running; run it again"
-        )
         for request in list(self._live):
-            request.fail(error)
+            request.fail(_changed_error())
+        vocab_size = self._runner.vocab_size
         for request in list(self._inbox):
-            request.recompute()
+            if vocab_size != self._vocab_size:
+                request.fail(_changed_error())
+            else:
+                request.recompute()
+        self._vocab_size = vocab_size
         for branch in list(self._branches):
             branch.recompute()
         self.cache.clear()
         self._runner.forget()
-        self.is_batch_invariant &= not self._watch.layers_replaced
+        self._is_invariant = False if self._watch.layers_replaced else None
         self._fingerprint = None
 
     def fingerprint(self) -> dict[str, str]:
@@ -520,7 +568,7 @@ class Engine:
             self._drop_stale()
             if self._fingerprint is None:
                 stored = self._runner.stored_with(self.cache.codec)
-                self._fingerprint = fingerprint(self.model, self.tokenizer, extra=stored)
+                self._fingerprint = fingerprint(self._runner.model, self.tokenizer, extra=stored)
             return dict(self._fingerprint)
 
     def _settle(self, progressed: dict[Request, None]) -> None:
@@ -592,6 +640,9 @@ class Engine:
     def _forward(self, runs: list[Run]) -> Tensor:
         batch = build_batch(runs, self._runner.device)
         logits = self._runner.forward(batch, self.cache)
+        if self._watch.after_pass():
+            logits = self._runner.forward(batch, self.cache)
+            self._has_foreign |= self._watch.judge()
         reads, bytes_per_token = batch.attention.reads, self.cache.codec.bytes_per_token
         self._tally.count_reads(
             reads.tokens * bytes_per_token, reads.tokens_alone * bytes_per_token
@@ -601,8 +652,13 @@ class Engine:
     def _put(self, requests: list[Request]) -> None:
         for request in requests:
             request.on_end = self._tally.count_request
+        vocab_size = self._runner.vocab_size
         with self._wake:
             self.check_open()  # within: what comes after `close` has looked would never end
+            if vocab_size != self._vocab_size:  # what waits counts on another
+                for request in self._inbox:
+                    request.fail(_changed_error())
+                self._vocab_size = vocab_size
             self._inbox.extend(requests)
             self._wake.notify_all()
 
@@ -941,6 +997,10 @@ def _require_engine_options(
     if max_batch_tokens is not None:
         require_int("max_batch_tokens", max_batch_tokens, 1)
     require_choice("backend", backend, BACKENDS)
+
+
+def _changed_error() -> RadixKVError:
+    return RadixKVError("Engine: the model was changed while the request was running; run it again")
 
 
 def _identify(engine_ref: weakref.ref[Engine]) -> dict[str, str]:

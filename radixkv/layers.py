@@ -1,9 +1,9 @@
-"""What stands in for parts of a model while an engine holds it, and is put back afterwards.
+"""What stands in for the forwards of a model's layers while an engine runs a step.
 
-Linear layers and activations are replaced by those of `radixkv.linear`. Decoder layers of known
-models run as two compiled calls, one before their attention and one after it: a step that
-decodes few sequences would spend more time between its many small operations than in them. A
-layer that is not known, or that was changed, runs as transformers runs it.
+Linear layers and activations run as `radixkv.linear` has them. Decoder layers of known models
+run as two compiled calls, one before their attention and one after it: a step that decodes few
+sequences would spend more time between its many small operations than in them. A layer that is
+not known, or that was changed, runs as transformers runs it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from radixkv.huge_pages import use_huge_pages
 from radixkv.linear import SteadyActivation, SteadyLinear, can_multiply, linear_kernels
 
 Handler = Callable[[nn.Module, Tensor, Tensor, Tensor, Mapping[str, Any]], Tensor]
@@ -51,6 +50,7 @@ _FEW_ROWS = 64  # that a step's layers run from one place: then time between cal
 _IN_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
 _IN_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _NORMS = ("input_layernorm", "post_attention_layernorm")
+_SILU = ("torch.nn.modules.activation.SiLU", "transformers.activations.SiLUActivation")
 
 
 def _family(layer: nn.Module) -> str:
@@ -72,16 +72,12 @@ class _Part:
     bias: Tensor | None
     weight_at: int
     bias_at: int
-    memory: tuple[Tensor, ...]  # stays while it may be read, though the parameter has other
 
     @classmethod
-    def of(cls, parent: nn.Module, name: str) -> _Part:
-        module = parent._modules[name]
-        assert module is not None
+    def of(cls, parent: nn.Module, name: str, module: nn.Module) -> _Part:
         weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
-        memory = tuple(one.detach() for one in (weight, bias) if one is not None)
         places = _address(weight), _address(bias)
-        return cls(parent._modules, name, module, weight, bias, *places, memory)
+        return cls(parent._modules, name, module, weight, bias, *places)
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -100,9 +96,10 @@ class _Parts:
         self.all: list[_Part] = []
 
         def take(parent: nn.Module, name: str, *kinds: str) -> Any:
-            part = _Part.of(parent, name) if parent._modules.get(name) is not None else None
-            if part is None or _kind(part.module) not in kinds or not _is_bare(part.module):
+            module = parent._modules.get(name)
+            if module is None or _kind(module) not in kinds or not is_bare(module):
                 raise LookupError(name)
+            part = _Part.of(parent, name, module)
             self.all.append(part)
             return part
 
@@ -113,10 +110,10 @@ class _Parts:
             return part.weight_at, linear_kernels().bits_of(part.module.variance_epsilon)
 
         def take_linear(parent: nn.Module, name: str) -> Any:
-            part = take(parent, name, "radixkv.linear.SteadyLinear")
+            part = take(parent, name, "torch.nn.modules.linear.Linear")
             if (
-                part.module.is_transposed
-                or not (can_multiply(part.weight) and part.weight.is_contiguous())
+                not (can_multiply(part.weight) and part.weight.is_contiguous())
+                or "bias" not in part.module._parameters  # it is computed
                 or not (part.bias is None or _is_plain(part.bias))
             ):
                 raise LookupError(name)
@@ -132,21 +129,19 @@ class _Parts:
         self.gate, self.up, self.down = (
             take_linear(mlp, f"{name}_proj") for name in ("gate", "up", "down")
         )
-        activation = take(mlp, "act_fn", "radixkv.linear.SteadyActivation").module
-        if type(activation.plain).__name__ not in ("SiLU", "SiLUActivation"):
-            raise LookupError("act_fn")
+        take(mlp, "act_fn", *_SILU)
         if set(attention._modules) - _IN_ATTENTION or set(mlp._modules) - _IN_MLP:
             raise LookupError("modules that are not known")
         self.attention = attention
         self.head_dim: int = attention.head_dim
-        self.hidden_size: int = self.q.module.in_features
-        self.num_inner: int = self.gate.module.out_features
+        self.hidden_size: int = self.q.weight.shape[1]
+        self.num_inner: int = self.gate.weight.shape[0]
         self.keywords = {
             "scaling": attention.scaling,
             "sliding_window": _WINDOWS[family](attention),
         }
 
-        self.widths = [part.module.out_features for part in (self.q, self.k, self.v)]
+        self.widths = [part.weight.shape[0] for part in (self.q, self.k, self.v)]
         self.geometry = (self.hidden_size, self.head_dim, self.num_inner, *self.widths)
         self.sizes = {  # of a row of what lies between the operations
             "joint": sum(self.widths), "attended": self.widths[0], "cos": self.head_dim,
@@ -158,6 +153,7 @@ class _Parts:
              p.bias_at)
             for p in self.all
         ]  # fmt: skip
+        self._memory: list[Any] = []
         self._programs: dict[tuple[int, int], tuple[Any, Any]] = {}
         # Weakly: a thread's desks end with it.
         self.placed: weakref.WeakKeyDictionary[_Desk, tuple[Any, Any]]
@@ -169,7 +165,7 @@ class _Parts:
                 siblings.get(name) is not module
                 or module._forward_hooks
                 or module._forward_pre_hooks
-                or "forward" in module.__dict__
+                or type(module.__dict__.get("forward")) not in _OWN_FORWARDS
                 or parameters.get("weight") is not weight
                 or parameters.get("bias") is not bias
                 or (weight is not None and weight.data_ptr() != weight_at)
@@ -177,6 +173,16 @@ class _Parts:
             ):
                 return False
         return True
+
+    def keep(self) -> None:
+        """Keep what the programs read, though a parameter may be given other memory."""
+        if not self._memory:
+            tensors = (one for part in self.all for one in (part.weight, part.bias))
+            self._memory = [one.untyped_storage() for one in tensors if one is not None]
+
+    def rest(self) -> None:
+        """Let go of it; nothing runs until `keep`."""
+        self._memory.clear()
 
     def programs(self, num_rows: int, num_threads: int) -> tuple[Any, Any]:
         """What runs before the attention, and after it."""
@@ -228,7 +234,7 @@ class _Parts:
         return program
 
     def _after(self, num_rows: int, num_threads: int) -> Any:
-        size, inner, wide = self.hidden_size, self.num_inner, self.o.module.in_features
+        size, inner, wide = self.hidden_size, self.num_inner, self.o.weight.shape[1]
         row, inner_row = 4 * size, 4 * inner
         normed, middle, gate = ("normed", 0), ("middle", 0), ("gate", 0)
         program = linear_kernels().Program(num_rows, num_threads)
@@ -367,6 +373,12 @@ class FusedLayer:
         """At its next call, see whether the layer is still what it was."""
         self._is_seen = False
 
+    def rest(self) -> None:
+        """Let go of the layer's weights until its next call: they may be replaced meanwhile."""
+        self._is_seen = False
+        if self._parts is not None:
+            self._parts.rest()
+
     def __call__(self, *args: Any, **keywords: Any) -> Tensor:
         handler, parts = self._handler(), self._parts
         relay: _Relay | None = getattr(handler, "relay", None)
@@ -384,7 +396,12 @@ class FusedLayer:
                 return relay.run(parts, placed, args[0], keywords)
         layer = self._layer()
         assert layer is not None  # its forward is what runs
-        if handler is not None and len(args) == 1 and not torch.is_grad_enabled():
+        if (
+            handler is not None
+            and len(args) == 1
+            and not torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+        ):
             embeddings = keywords.get("position_embeddings")
             if embeddings is not None and self._look(layer, args[0], embeddings):
                 parts = self._parts
@@ -406,6 +423,7 @@ class FusedLayer:
                 except LookupError:
                     self._parts = None
                     return False
+            self._parts.keep()
             self._is_seen = True
         assert self._parts is not None
         return (
@@ -511,130 +529,64 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.dtype is torch.float32 and tensor.is_cpu and tensor.is_contiguous()
 
 
-class SteadyModel:
-    """A model's layers replaced by those above, for as long as an engine holds it.
-
-    Attributes:
-        holders: how many uses of it have not ended.
-    """
-
-    def __init__(self, model: nn.Module, handler: Callable[[], Handler | None]) -> None:
-        self.holders = 0
-        self._fused: list[weakref.ref[nn.Module]] = []
-        # Parents by weak reference: one of them is the model, which must not be kept alive.
-        self._places: list[tuple[weakref.ref[nn.Module], str, SteadyLinear | SteadyActivation]] = []
-        made: dict[nn.Module, SteadyLinear | SteadyActivation] = {}
-        try:
-            for parent, name, plain in list(_children(model)):
-                if plain not in made:  # else one module in two places
-                    if _is_linear(plain):
-                        made[plain] = SteadyLinear(plain)
-                    elif _is_activation(plain):
-                        made[plain] = SteadyActivation(plain)
-                    else:
-                        continue
-                parent._modules[name] = made[plain]
-                self._places.append((weakref.ref(parent), name, made[plain]))
-            for module in list(model.modules()) if linear_kernels() is not None else ():
-                if _family(module) and _is_bare(module):
-                    module.forward = FusedLayer(module, handler)
-                    self._fused.append(weakref.ref(module))
-            if linear_kernels() is not None:
-                layers = (m for m in made.values() if isinstance(m, SteadyLinear))
-                use_huge_pages(layer.weight for layer in layers)
-        except BaseException:
-            self.restore()
-            raise
-
-    def look(self) -> None:
-        """See anew whether fused layers are what they were: the model may have been changed."""
-        for fused in self._fused:
-            module = fused()
-            forward = None if module is None else module.__dict__.get("forward")
-            if isinstance(forward, FusedLayer):
-                forward.look()
-
-    def restore(self) -> None:
-        """Put the plain layers back."""
-        for fused in self._fused:
-            module = fused()
-            if module is not None and isinstance(module.__dict__.get("forward"), FusedLayer):
-                del module.forward
-        self._fused.clear()
-        for reference, name, layer in self._places:
-            plain = layer.restore()
-            parent = reference()
-            if parent is not None and parent._modules.get(name) is layer:
-                parent._modules[name] = plain
-        self._places.clear()
+StandIn = SteadyLinear | SteadyActivation | FusedLayer
+_OWN_FORWARDS = (SteadyLinear, SteadyActivation, FusedLayer, type(None))
 
 
-_lock = threading.RLock()  # reentrant: a dropped engine may be collected while one is made
-_models: weakref.WeakKeyDictionary[nn.Module, SteadyModel] = weakref.WeakKeyDictionary()
+def is_stand_in(forward: Any) -> bool:
+    """Whether ``forward``, as a module has it in its ``__dict__``, is one of ours, or none."""
+    return type(forward) in _OWN_FORWARDS
 
 
-def steady(
-    model: nn.Module, handler: Callable[[], Handler | None]
-) -> tuple[SteadyModel, Callable[[], None]]:
-    """Replace what is in ``model`` by layers whose rows do not feel their neighbours.
+def as_written(forward: Any) -> Any:
+    """What a function was before ``torch.compile``."""
+    while (inner := getattr(forward, "_torchdynamo_orig_callable", None)) is not None:
+        forward = inner
+    return forward
 
-    Engines on one model share the replaced layers.
+
+def own_forward(module: nn.Module) -> Any:
+    """The forward that was given to ``module`` itself; None if it is its class's, if compiled."""
+    forward = as_written(module.__dict__.get("forward"))
+    is_class_s = getattr(forward, "__func__", None) is type(module).forward
+    return None if is_class_s and forward.__self__ is module else forward
+
+
+def stand_in(module: nn.Module, handler: Callable[[], Handler | None]) -> StandIn | None:
+    """What computes ``module`` so that rows do not feel their neighbours; None: it stays.
 
     Args:
         handler: gives who serves attention at the time; None if nobody does.
-
-    Returns:
-        What was done, and the function that ends this use of it; after the last one the model
-        has its own layers and weights again.
     """
-    with _lock:
-        held = _models.get(model)
-        if held is None:
-            held = _models[model] = SteadyModel(model, handler)
-        held.holders += 1
-    released = False
-    reference = weakref.ref(model)
-
-    def release() -> None:
-        nonlocal released
-        with _lock:
-            if released:
-                return
-            released = True
-            held.holders -= 1
-            if not held.holders:
-                held.restore()
-                owner = reference()
-                if owner is not None:
-                    _models.pop(owner, None)
-
-    return held, release
-
-
-def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    for parent in model.modules():
-        for name, child in parent._modules.items():
-            if child is not None:
-                yield parent, name, child
+    if not is_stand_in(module.__dict__.get("forward")):
+        return None  # another forward may do more
+    if _is_linear(module):
+        return SteadyLinear(module)
+    if _is_activation(module):
+        return SteadyActivation(module)
+    if _family(module) and linear_kernels() is not None and is_bare(module):
+        return FusedLayer(module, handler)
+    return None
 
 
 def _is_linear(module: nn.Module) -> bool:
     pytorch_utils = sys.modules.get("transformers.pytorch_utils")
     kinds = (nn.Linear, getattr(pytorch_utils, "Conv1D", nn.Linear))
-    # Subclasses, hooks and replaced forwards may do more than the product.
-    return type(module) in kinds and _is_bare(module) and can_multiply(module.weight)  # type: ignore[arg-type]
+    # Subclasses may do more than the product.
+    return type(module) in kinds and can_multiply(module._parameters.get("weight"))
 
 
 def _is_activation(module: nn.Module) -> bool:
     home = type(module).__module__
     known = home in ("transformers.activations", "torch.nn.modules.activation")
     stateless = not (module._parameters or module._buffers or module._modules)
-    return known and stateless and _is_bare(module) and type(module) in _elementwise()
+    return known and stateless and type(module) in _elementwise()
 
 
-def _is_bare(module: nn.Module) -> bool:
+def is_bare(module: nn.Module) -> bool:
+    """Whether a call of ``module`` is its class's forward, or ours, and nothing besides."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-    return not hooks and "forward" not in module.__dict__
+    return not hooks and is_stand_in(module.__dict__.get("forward"))
 
 
 def _elementwise() -> set[type]:

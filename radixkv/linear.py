@@ -13,7 +13,7 @@ part of it, by other code than the rest.
 from __future__ import annotations
 
 import importlib.util
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -35,14 +35,14 @@ def linear_kernels() -> Any:
     return linear
 
 
-def can_multiply(weight: Tensor) -> bool:
+def can_multiply(weight: Any) -> bool:
     """Whether the kernel can read ``weight``: a float32 matrix on a CPU."""
     return (
-        weight.device.type == "cpu"
+        type(weight) in (Tensor, nn.Parameter)
+        and weight.device.type == "cpu"
         and weight.dtype == torch.float32
         and weight.dim() == 2
         and weight.numel() > 0
-        and type(weight) in (Tensor, nn.Parameter)
         and linear_kernels() is not None
     )
 
@@ -52,16 +52,18 @@ def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
     Args:
         rows: [num_rows, inputs] float32.
-        weight: [outputs, inputs] float32, as `can_multiply` wants it.
+        weight: [outputs, inputs] float32, as `can_multiply` wants it; read where it lies if it
+            is contiguous, or the transpose of what is (a ``Conv1D``'s).
         bias: [outputs] float32.
     Returns:
         [num_rows, outputs] float32, without gradients.
 
-    Accuracy: relative error of a sum at most inputs / LANES + log2(LANES) roundings, less than
-    that of adding in order.
+    Accuracy: relative error of a sum at most inputs / LANES + log2(LANES) roundings, of a
+    transpose's 256 + inputs / 256: less than that of adding in order.
     """
     num_rows, (num_outputs, num_inputs) = rows.shape[0], weight.shape
-    rows, weight = rows.contiguous(), weight.contiguous()
+    lies_across = not weight.is_contiguous() and weight.t().is_contiguous()
+    rows, weight = rows.contiguous(), weight if lies_across else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
     out = torch.empty(num_rows, num_outputs, dtype=torch.float32, device="cpu")
     if num_rows:
@@ -74,83 +76,58 @@ def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             num_outputs,
             num_inputs,
             torch.get_num_threads(),
+            lies_across=lies_across,
         )
     return out
 
 
-class SteadyLinear(nn.Module):
-    """Stands in a model for an ``nn.Linear`` or a ``Conv1D``, and computes what it computes.
+class SteadyLinear:
+    """The forward of an ``nn.Linear`` or a ``Conv1D`` whose rows do not feel their neighbours.
 
-    It has the layer's own parameters; with gradients, or in another dtype or on another device,
-    it does what the layer does.
-
-    Args:
-        plain: the layer. A ``Conv1D`` has its weights, [inputs, outputs], laid out anew in
-            memory, so that an output's lie together; their values and shape stay.
+    The layer stays the model's own: this stands in it for its forward, while an engine runs a
+    step (`radixkv.hold`). With gradients, in another dtype, on another device, or with weights
+    that are no plain tensors (a parametrization's, a quantizer's) the layer's own runs.
     """
 
-    def __init__(self, plain: nn.Module) -> None:
-        super().__init__()
-        self.is_transposed = not isinstance(plain, nn.Linear)
-        weight: nn.Parameter = plain.weight  # type: ignore[assignment]
-        self.out_features, self.in_features = weight.shape
-        if self.is_transposed:
-            self.in_features, self.out_features = weight.shape
-            weight.data = weight.data.t().contiguous().t()
-        object.__setattr__(self, "plain", plain)  # not a child: its parameters are listed once
-        self.register_parameter("weight", weight)
-        self.register_parameter("bias", plain.bias)  # type: ignore[arg-type]
-        self.train(plain.training)
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer = layer
+        self._is_transposed = not isinstance(layer, nn.Linear)
 
-    plain: nn.Module
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-
-    def restore(self) -> nn.Module:
-        """The plain layer, with the parameters that this one has now."""
-        if self.is_transposed:
-            self.weight.data = self.weight.data.contiguous()
-        return self._plain_now()
-
-    def _plain_now(self) -> nn.Module:
-        self.plain.weight, self.plain.bias = self.weight, self.bias  # type: ignore[assignment]
-        return self.plain.train(self.training)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """As the plain layer's."""
-        parameters = self._parameters
-        bias = parameters["bias"]
-        weight: Tensor = parameters["weight"]  # type: ignore[assignment]
-        if self.is_transposed:
-            weight = weight.t()
+    def __call__(self, x: Tensor) -> Tensor:
+        """As the layer's own forward."""
+        parameters = self._layer._parameters
+        weight, bias = parameters.get("weight"), parameters.get("bias")
         if (
-            (torch.is_grad_enabled() and self._grows(x))
+            type(weight) is not nn.Parameter
             or x.dtype is not torch.float32
             or weight.dtype is not torch.float32
             or not (x.is_cpu and weight.is_cpu)
+            or "bias" not in parameters  # it is computed, by pruning or a parametrization
+            or torch.compiler.is_compiling()
+            or (torch.is_grad_enabled() and self._grows(x))
         ):
-            return F.linear(x, weight, bias)
+            own: Tensor = type(self._layer).forward(self._layer, x)
+            return own
+        if self._is_transposed:
+            weight = weight.t()  # type: ignore[assignment]
         num_outputs, num_inputs = weight.shape
+        if x.shape[-1] != num_inputs:
+            raise RuntimeError(
+                f"{type(self._layer).__name__}: expected rows of {num_inputs}, got {x.shape[-1]}; "
+                f"was a layer of another width put into the model?"
+            )
         return multiply(x.reshape(-1, num_inputs), weight, bias).view(*x.shape[:-1], num_outputs)
 
     def _grows(self, x: Tensor) -> bool:
-        return x.requires_grad or any(one.requires_grad for one in self.parameters())
-
-    def extra_repr(self) -> str:
-        """Shapes, as ``nn.Linear`` shows them."""
-        return f"in_features={self.in_features}, out_features={self.out_features}"
+        return x.requires_grad or any(one.requires_grad for one in self._layer.parameters())
 
     def __reduce__(self) -> Any:
-        # Copies and pickles are plain layers: an engine's hold ends with its process.
-        return _identity, (self._plain_now(),)
+        # A copy's layer runs its own forward: an engine's hold ends with its process.
+        return partial, (type(self._layer).forward, self._layer)
 
 
-def _identity(module: nn.Module) -> nn.Module:
-    return module
-
-
-class SteadyActivation(nn.Module):
-    """Calls an elementwise activation so that an element's place never changes its bits.
+class SteadyActivation:
+    """The forward of an elementwise activation where an element's place never changes its bits.
 
     The tensor is padded where a vector loop, or a thread's part, would end inside a row.
 
@@ -159,32 +136,28 @@ class SteadyActivation(nn.Module):
     """
 
     def __init__(self, plain: nn.Module) -> None:
-        super().__init__()
-        object.__setattr__(self, "plain", plain)
+        self._plain = plain
 
-    plain: nn.Module
-
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """As the plain activation's."""
         width = x.shape[-1]
         padded_width = -(-width // _VECTOR_LOOP) * _VECTOR_LOOP
         num_rows = x.numel() // width if width else 0
-        if not num_rows or x.device.type != "cpu":
-            return self.plain(x)  # type: ignore[no-any-return]
+        if not num_rows or x.device.type != "cpu" or torch.compiler.is_compiling():
+            return self._own(x)
         padded_rows = _even_rows(num_rows, padded_width, torch.get_num_threads())
         if (padded_rows, padded_width) == (num_rows, width):
-            return self.plain(x.contiguous())  # type: ignore[no-any-return]
+            return self._own(x.contiguous())
         rows = x.reshape(num_rows, width)
         padded = F.pad(rows, (0, padded_width - width, 0, padded_rows - num_rows))
-        out: Tensor = self.plain(padded)[:num_rows, :width]
-        return out.reshape(x.shape)
+        return self._own(padded)[:num_rows, :width].reshape(x.shape)
 
-    def restore(self) -> nn.Module:
-        """The plain activation."""
-        return self.plain
+    def _own(self, x: Tensor) -> Tensor:
+        own: Tensor = type(self._plain).forward(self._plain, x)
+        return own
 
     def __reduce__(self) -> Any:
-        return _identity, (self.plain,)
+        return partial, (type(self._plain).forward, self._plain)
 
 
 def _even_rows(num_rows: int, width: int, num_threads: int) -> int:

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -26,12 +26,14 @@ from torch import Tensor
 from radixkv.batch import Batch, Run, build_batch
 from radixkv.cache import PrefixCache
 from radixkv.config import KVConfig
-from radixkv.errors import NonFiniteError, UnsupportedModelError
+from radixkv.errors import NonFiniteError, RadixKVError, UnsupportedModelError
 from radixkv.graphs import Capture, DecodeGraphs, capture_cuda, is_decode
-from radixkv.layers import steady
+from radixkv.hold import Hold, hold, uncompiled
 from radixkv.measures import Measures
 from radixkv.quant import KVCodec, KVSpec
+from radixkv.quantized import makes_views, quantized_kinds, quiet
 from radixkv.reference import ScoreRule, attend_dense, rotate_rows
+from radixkv.watch import inference_places, make_normal, plain_tensors
 
 _PROBE_TOKENS = 12  # of the self test; windows up to this length less one are exercised by it
 # Where the probe of `is_batch_invariant` is cut into steps. Each step reads all weights: they are
@@ -39,6 +41,7 @@ _PROBE_TOKENS = 12  # of the self test; windows up to this length less one are e
 _PROBE_CUTS = (14, 15, 18, 45)
 _K_TOKENS = 128  # of the run that measures K
 _K_POSITIONS = 2048  # over which it spreads them: what RoPE turns has no mean worth taking off
+_TRIES = 8  # of a step while another thread calls train()
 _OUTLIER_GAIN = 2.0  # how much larger K's error may be for want of a rotation, unsaid
 _LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 # Keywords that reach attention functions and do not change what a causal layer computes.
@@ -103,8 +106,12 @@ def _native_attention(module: torch.nn.Module, native: str) -> Callable[..., Any
     return ALL_ATTENTION_FUNCTIONS[native]  # type: ignore[no-any-return]
 
 
+@cache
 def _register(native: str) -> str:
     """Register our attention, falling back to ``native`` outside `attending`; gives its name."""
+    native = native.removeprefix("radixkv_")
+    if native not in ("sdpa", "eager"):
+        native = "sdpa"
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -131,55 +138,6 @@ def _register(native: str) -> str:
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
     return name
-
-
-class _Held:
-    """What a model was before the first engine on it: attention and training modes."""
-
-    def __init__(self, model: Any) -> None:
-        self.attention: str = model.config._attn_implementation
-        self.modes = [(weakref.ref(m), m.training) for m in model.modules()]
-        self.holders = 0
-
-    def restore(self, model: Any) -> None:
-        if model.config._attn_implementation != self.attention:
-            model.set_attn_implementation(self.attention)
-        for reference, training in self.modes:
-            module = reference()
-            if module is not None:
-                module.training = training
-
-
-_held: weakref.WeakKeyDictionary[Any, _Held] = weakref.WeakKeyDictionary()
-_held_lock = threading.RLock()  # reentrant: a dropped engine may be collected while one is made
-
-
-def _hold(model: Any) -> Callable[[], None]:
-    """Note what ``model`` is; the function that comes back makes it so again.
-
-    Of several engines on one model the last that ends does it.
-    """
-    with _held_lock:
-        held = _held.get(model)
-        if held is None:
-            held = _held[model] = _Held(model)
-        held.holders += 1
-    released = False
-    reference = weakref.ref(model)
-
-    def release() -> None:
-        nonlocal released
-        with _held_lock:
-            if released:
-                return
-            released = True
-            held.holders -= 1
-            owner = reference()
-            if not held.holders and owner is not None:
-                _held.pop(owner, None)
-                held.restore(owner)
-
-    return release
 
 
 @dataclass
@@ -267,6 +225,30 @@ def _check_config(model: Any) -> None:
         raise _refuse(
             model, "uses ALiBi, whose bias transformers builds into a mask", "use a RoPE model"
         )
+
+
+def check_weights(model: Any) -> None:
+    """Refuse weights that are not where the model is: accelerate brings them for each call."""
+    if not isinstance(model, torch.nn.Module):
+        return  # refused elsewhere
+    for name, module in model.named_modules():
+        hook = module.__dict__.get("_hf_hook")
+        for one in getattr(hook, "hooks", [hook]):
+            if getattr(one, "offload", False) or type(one).__name__ == "CpuOffload":
+                raise _refuse(
+                    model,
+                    f"the weights of {name or 'the model'} are offloaded to memory or disk (by "
+                    f"accelerate), and are brought anew for each call",
+                    "load it whole: without offload_folder, and with a device_map of one device",
+                )
+
+
+def _places_of(model: torch.nn.Module) -> list[tuple[int, ...]]:
+    """Where each weight lies."""
+    return [
+        (id(weight), *(one.data_ptr() for one in plain_tensors(weight)))
+        for weight in model.parameters()
+    ]
 
 
 def _check_seen(model: Any, seen: Mapping[int, _Seen]) -> None:
@@ -359,6 +341,7 @@ class _Paged:
         self._rules, self._cache, self._centers = rules, cache, centers
         self._batch, self._logit_rows = batch.attention, batch.logit_rows
         self.num_served = 0
+        self._served = 0  # a bit for each layer
         self.is_watched = False
         self.relay: Any = None
 
@@ -378,7 +361,7 @@ class _Paged:
         backend.write_kv(
             codec, pages, batch.slot_mapping, k, v, layer_idx=layer_idx, k_center=center
         )
-        self.num_served += 1
+        self._note(layer_idx)
         return backend.paged_attention(codec, pages, q, batch, rule)[None]
 
     def prepare(
@@ -398,9 +381,24 @@ class _Paged:
             layer_idx: int = module.layer_idx  # type: ignore[assignment]
             rule = self._rule(layer_idx, head_dim, keywords, more)
             run(cache.storage.layer(layer_idx), layer_idx, self._center(layer_idx), rule)
-            self.num_served += 1
+            self._note(layer_idx)
 
         return serve
+
+    def _note(self, layer_idx: int) -> None:
+        self.num_served += 1
+        self._served |= 1 << layer_idx
+
+    def check_served(self, model: torch.nn.Module) -> None:
+        """Raise unless each layer attended over its own pages, once."""
+        num_layers = self._cache.spec.num_layers
+        if self._served != (1 << num_layers) - 1 or self.num_served != num_layers:
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: expected {num_layers} layers that each attend once over "
+                f"their own pages, got {self.num_served} calls of "
+                f"{self._served.bit_count()} layers; were its layers or its attention changed "
+                f"since the engine was made? Put back what was there, or make the engine again"
+            )
 
     def wanted(self, module: torch.nn.Module) -> Tensor | None:
         """The rows of a layer that are read: of the last layer those that logits are made of."""
@@ -423,6 +421,14 @@ class _Paged:
         return rule
 
 
+def _end(let_go: Callable[[], None], model: weakref.ref[Any], owners: set[tuple[int, str]]) -> None:
+    """Give a model back."""
+    let_go()
+    owner = model()
+    if owner is not None:
+        make_normal(owner, owners)
+
+
 class ModelRunner:
     """Runs batches of a model on a cache's pages.
 
@@ -433,10 +439,11 @@ class ModelRunner:
         self.model = model
         self.spec = spec
         self.device: torch.device = next(model.parameters()).device
-        head = model.get_output_embeddings()
-        self.vocab_size: int = getattr(head, "out_features", None) or head.weight.shape[0]
         self.release: Callable[[], Any] = lambda: None
-        self.look: Callable[[], None] = lambda: None  # after this, changed layers are noticed
+        self._held: Hold
+        self._has_views = makes_views(model)
+        self._owners: set[tuple[int, str]] = set()  # inference tensors that are not of our passes
+        self._num_readable = self._count_readable()
         self.max_positions = max_positions(model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._rules: dict[int, ScoreRule] = {}
@@ -462,29 +469,35 @@ class ModelRunner:
                 f"model: expected a transformers causal LM, got {type(model).__name__}; load one "
                 f"with AutoModelForCausalLM.from_pretrained, or use Engine.from_pretrained"
             )
+        model = uncompiled(model)
         _check_config(model)
-        let_go = _hold(model)
-        native = model.config._attn_implementation.removeprefix("radixkv_")
-        if native not in ("sdpa", "eager"):
-            native = "sdpa"
+        check_weights(model)
+        held, let_go = hold(model, lambda: _active.handler, _register)
         device = next(model.parameters()).device
         vocab_size = model.config.get_text_config().vocab_size
         token_ids = [(7 + 13 * i) % vocab_size for i in range(_PROBE_TOKENS)]
         input_ids = torch.tensor([token_ids], device=device)
         recorder = _Recorder()
         runner = None
-        with torch.inference_mode():
+        weights, owners = _places_of(model), inference_places(model)
+        with quiet(has_views=makes_views(model)):
             try:
-                model.eval()
-                expected = model(input_ids=input_ids, use_cache=False).logits[0].float()
-                name = _register(native)
-                model.set_attn_implementation(name)
-                if model.config._attn_implementation != name:
+                with held.as_written():
+                    expected = model(input_ids=input_ids, use_cache=False).logits[0].float()
+                can_set = getattr(model, "_can_set_attn_implementation", None)
+                if can_set is not None and not can_set():
                     raise _refuse(
                         model, "its attention cannot be replaced", "this engine cannot serve it"
                     )
-                with attending(recorder):  # what it asks for is the same for any number of tokens
+                # What it asks for is the same for any number of tokens.
+                with held.step(), attending(recorder):
                     model(input_ids=input_ids[:, :2], use_cache=False)
+                if _places_of(model) != weights:
+                    raise _refuse(
+                        model,
+                        "puts other weights in the place of its own whenever it runs",
+                        "this engine could not tell when they were changed",
+                    )
                 _check_seen(model, recorder.seen)
                 num_kv_heads, head_dim, v_head_dim, dtype = recorder.seen[0].spec
                 runner = cls(
@@ -497,20 +510,21 @@ class ModelRunner:
                         dtype=dtype,
                     ),
                 )
-                held, unpack = steady(model, lambda: _active.handler)
-                runner.look = held.look
-
-                def release() -> None:
-                    unpack()
-                    let_go()
-
+                runner._held = held
+                runner._owners = owners
                 # Called by `release`, or when the runner is dropped without it.
-                runner.release = weakref.finalize(runner, release)
+                runner.release = weakref.finalize(runner, _end, let_go, weakref.ref(model), owners)
                 runner._self_test(token_ids, expected)
-            except BaseException:
-                if runner is not None:
-                    runner.release()
-                let_go()
+            except BaseException as error:
+                _end(let_go, weakref.ref(model), owners)
+                kinds = ", ".join(quantized_kinds(model))
+                if kinds and isinstance(error, Exception):
+                    raise _refuse(
+                        model,
+                        f"is quantized ({kinds}), in a way that fails here or depends on what "
+                        f"else is in a batch: {error}",
+                        "quantize weights alone, or load it without quantization",
+                    ) from error
                 raise
         return runner
 
@@ -558,6 +572,22 @@ class ModelRunner:
             self._measures.put(name, known)
         return known == b"yes"
 
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the model has logits for, as it is now."""
+        head = self.model.get_output_embeddings()
+        weight = getattr(head, "weight", None)
+        if isinstance(weight, Tensor):  # a quantizer's may be a method
+            return int(weight.shape[0])
+        return int(head.out_features)
+
+    def _count_readable(self) -> int | None:
+        """Ids that the model can read, if these are fewer than it has logits for."""
+        weight = getattr(self.model.get_input_embeddings(), "weight", None)
+        if not isinstance(weight, Tensor) or weight.shape[0] >= self.vocab_size:
+            return None
+        return int(weight.shape[0])
+
     @cached_property
     def _measures(self) -> Measures:
         """What was measured of this model before; of changed weights, nothing."""
@@ -600,7 +630,7 @@ class ModelRunner:
         keywords: dict[str, Any] = {"position_ids": (places * (limit // num_tokens))[None]}
         if self._keeps_logits:
             keywords["logits_to_keep"] = 1
-        with torch.inference_mode(), attending(recorder):
+        with quiet(has_views=self._has_views), self._held.step(), attending(recorder):
             ids = (7 + 13 * places) % self.model.config.get_text_config().vocab_size
             self.model(input_ids=ids[None], use_cache=False, **keywords)
         layers = range(self.spec.num_layers)
@@ -661,8 +691,49 @@ class ModelRunner:
                 stacklevel=3,
             )
 
+    def look(self) -> None:
+        """See anew whether layers are what they were: they may have been changed."""
+        self._held.look()
+
+    def settle(self) -> None:
+        """Turn what passes have left in the model into tensors that can be trained with."""
+        make_normal(self.model, self._owners)
+
+    def rest(self) -> None:
+        """Let go of weights that were replaced; nothing runs for now."""
+        self._held.rest()
+
+    def check(self) -> None:
+        """See that the model, whose layers were replaced or changed their type, is served rightly.
+
+        Raises:
+            UnsupportedModelError: it is not; it may be again, once they are put back.
+        """
+        fresh = ModelRunner.load(self.model)
+        try:
+            for name in ("spec", "device"):
+                now, before = getattr(fresh, name), getattr(self, name)
+                if now != before:
+                    raise _refuse(
+                        self.model,
+                        f"was changed: expected {name} {before!r}, as when this engine was made, "
+                        f"got {now!r}",
+                        "put back what was there, or make the engine again",
+                    )
+        finally:
+            fresh.release()
+
+    def probe(self) -> None:
+        """Run the model as a step does, for what that leaves in it; nothing is written."""
+        with quiet(has_views=self._has_views), self._held.step(), attending(_Recorder()):
+            input_ids = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
+            self.model(input_ids=input_ids, use_cache=False)
+
     def forget(self) -> None:
-        """Ask the model's attention anew what it wants: its weights were changed."""
+        """See the model anew, and ask its attention what it wants: it was changed."""
+        self._held.find()
+        self._has_views = makes_views(self.model)
+        self._num_readable = self._count_readable()
         self._rules.clear()
         self._graphs = None  # they hold the addresses of the old ones
         self._measures = Measures()
@@ -688,25 +759,39 @@ class ModelRunner:
             NonFiniteError: NaN or Inf in K, V (names layer and head) or in the logits.
         """
         codec, backend = cache.codec, cache.backend
+        if self._num_readable is not None and int(batch.input_ids.max()) >= self._num_readable:
+            raise ValueError(
+                f"token_ids: expected ids below the {self._num_readable} of the model's input "
+                f"embeddings, got {int(batch.input_ids.max())}; it has logits for "
+                f"{self.vocab_size}: resize both"
+            )
         centers = self.k_center.unbind() if codec.centers_k else None
 
         def compute(batch: Batch) -> Tensor:
-            paged = _Paged(self._rules, batch, cache, centers)
-            paged.is_watched = self._is_watched()
             keywords: dict[str, Any] = {"position_ids": batch.positions, "use_cache": False}
             if self._keeps_logits:
                 keywords["logits_to_keep"] = batch.logit_rows
-            try:
-                with torch.inference_mode(), attending(paged):
-                    logits: Tensor = self.model(input_ids=batch.input_ids, **keywords).logits[0]
-            finally:
-                paged.relay = None  # which leads back to it
-            if paged.num_served != self.spec.num_layers:
-                raise UnsupportedModelError(
-                    f"{type(self.model).__name__}: {paged.num_served} of {self.spec.num_layers} "
-                    f"layers attended over pages; was its attention implementation changed since "
-                    f"the engine was made? Make the engine again"
+            for _ in range(_TRIES):
+                paged = _Paged(self._rules, batch, cache, centers)
+                paged.is_watched = self._is_watched()
+                try:
+                    with (
+                        quiet(has_views=self._has_views),
+                        self._held.step() as step,
+                        attending(paged),
+                    ):
+                        logits: Tensor = self.model(input_ids=batch.input_ids, **keywords).logits[0]
+                        if step.is_calm:
+                            break
+                finally:
+                    paged.relay = None  # which leads back to it
+            else:
+                raise RadixKVError(
+                    f"{type(self.model).__name__}: expected a model that stays in eval mode for a "
+                    f"step, got train() from another thread in each of {_TRIES}; train it between "
+                    f"requests"
                 )
+            paged.check_served(self.model)
             return logits if self._keeps_logits else logits[batch.logit_rows]
 
         # Shared runs are another for every batch; a graph would read them sequence by sequence.

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from radixkv import Engine, KVConfig, RadixKVError, SnapshotError
-from radixkv.fingerprint import WeightWatch, fingerprint
+from radixkv.fingerprint import fingerprint
+from radixkv.watch import WeightWatch
 
 ROOT = Path(__file__).resolve().parent.parent
 KV = KVConfig(dtype="int8", page_size=4, capacity="2MiB")

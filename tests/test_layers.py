@@ -20,7 +20,9 @@ from torch.nn import functional as F
 
 import radixkv.model as model_module
 from radixkv import Engine, KVConfig
-from radixkv.layers import FusedLayer, steady
+from radixkv.hold import hold
+from radixkv.layers import FusedLayer
+from radixkv.linear import SteadyLinear
 from radixkv_kernels import linear as kernels
 
 FAMILIES = ("llama", "mistral-window", "qwen2", "qwen3")
@@ -73,8 +75,9 @@ def fused(
                 parameter, mean=0.5, std=0.3, generator=torch.Generator().manual_seed(1)
             )
     handlers: list[Any] = [attend]
-    held, release = steady(model, lambda: handlers[0])
-    yield model, model.model.layers[0], held.look, handlers
+    held, release = hold(model, lambda: handlers[0], lambda native: native)
+    with held.step():
+        yield model, model.model.layers[0], held.look, handlers
     release()
     forwards = [module.__dict__.get("forward") for module in model.modules()]
     assert not any(isinstance(forward, FusedLayer) for forward in forwards)
@@ -363,8 +366,9 @@ def test_without_a_handler_a_layer_runs_its_own_forward(
     input_ids = torch.arange(2, 12)[None]
     with torch.inference_mode():
         expected = model(input_ids=input_ids).logits
-        _, release = steady(model, lambda: None)
-        assert torch.allclose(model(input_ids=input_ids).logits, expected, atol=1e-4)
+        held, release = hold(model, lambda: None, lambda native: native)
+        with held.step():
+            assert torch.allclose(model(input_ids=input_ids).logits, expected, atol=1e-4)
         release()
         assert torch.equal(model(input_ids=input_ids).logits, expected)
     assert counted.calls == 0
@@ -384,7 +388,7 @@ def test_copies_run_their_own_weights_and_forwards(
         fused[2]()
         assert torch.allclose(got, layer(x, **keywords), rtol=1e-4, atol=1e-4)
     assert counted.calls == 1  # that of the original
-    assert not isinstance(other.mlp.up_proj, type(layer.mlp.up_proj))
+    assert not isinstance(other.mlp.up_proj.forward, SteadyLinear)
 
 
 def address(tensor: Tensor) -> int:

@@ -60,6 +60,15 @@ class FakeRunner:
     def look(self) -> None:
         pass
 
+    def rest(self) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass
+
+    def probe(self) -> None:
+        pass
+
     def forward(self, batch: Any, cache: Any) -> torch.Tensor:
         attention, layer = batch.attention, cache.layer(0)
         rows = torch.stack([batch.input_ids[0], batch.positions[0]], dim=1).float()[:, None]
