@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +21,12 @@ from radixkv.reference import ScoreRule
 
 
 class AttentionHandler(Protocol):
-    """Serves one layer's attention inside `attending`; shapes as transformers gives them."""
+    """Serves one layer's attention inside `attending`; shapes as transformers gives them.
+
+    Where the model passes a mask, ``keywords`` has it as ``attention_mask``. A handler that has
+    ``note_mask(make, keywords)`` is asked for each mask that transformers would build: it gives
+    the tensor, or None. For others no mask is built.
+    """
 
     def __call__(
         self,
@@ -76,12 +82,18 @@ def register(native: str) -> str:
         if handler is None:
             run = native_attention(module, native)
             return run(module, query, key, value, attention_mask, **keywords)  # type: ignore[no-any-return]
+        if attention_mask is not None:
+            keywords["attention_mask"] = attention_mask
         return handler(module, query, key, value, keywords), None
 
     def mask(*args: Any, **keywords: Any) -> Any:
-        if active.handler is not None:
+        handler = active.handler
+        if handler is None:
+            return ALL_MASK_ATTENTION_FUNCTIONS[native](*args, **keywords)
+        note = getattr(handler, "note_mask", None)
+        if note is None:
             return None
-        return ALL_MASK_ATTENTION_FUNCTIONS[native](*args, **keywords)
+        return note(partial(ALL_MASK_ATTENTION_FUNCTIONS[native], *args), keywords)
 
     name = f"radixkv_{native}"
     AttentionInterface.register(name, attention)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from radixkv.batch import Batch, Run, build_batch
+from radixkv.borders import SELF_TEST_TOKENS, try_borders
 from radixkv.cache import PrefixCache
 from radixkv.config import KVConfig
 from radixkv.errors import NonFiniteError, UnsupportedModelError
@@ -28,12 +29,11 @@ from radixkv.graphs import Capture, DecodeGraphs, capture_cuda, is_decode
 from radixkv.interface import active, attending, register, score_rule
 from radixkv.layers import steady
 from radixkv.measures import Measures
-from radixkv.probe import Recorder, self_test
+from radixkv.probe import Findings, Recorder, examine, probe_ids, run_model, self_test
 from radixkv.quant import KVCodec, KVSpec
 from radixkv.reference import ScoreRule, rotate_rows
-from radixkv.support import check_config, check_seen, max_positions, refuse
+from radixkv.support import check_config, check_kind, refuse
 
-_PROBE_TOKENS = 12  # of the self test; windows up to this length less one are exercised by it
 # Where the probe of `is_batch_invariant` is cut into steps. Each step reads all weights: they are
 # few, of 14, 1, 3 and 27 tokens, so that every remainder of a tile's rows occurs.
 _PROBE_CUTS = (14, 15, 18, 45)
@@ -103,11 +103,13 @@ class _Paged:
     def __init__(
         self,
         rules: dict[int, ScoreRule],
+        windows: Mapping[int, int | None],
         batch: Batch,
         cache: PrefixCache,
         centers: Sequence[Tensor] | None,
     ) -> None:
         self._rules, self._cache, self._centers = rules, cache, centers
+        self._windows = windows
         self._batch, self._logit_rows = batch.attention, batch.logit_rows
         self.num_served = 0
         self.is_watched = False
@@ -170,7 +172,9 @@ class _Paged:
     ) -> ScoreRule:
         rule = self._rules.get(layer_idx)
         if rule is None:
-            rule = self._rules[layer_idx] = score_rule({**keywords, **more}, head_dim)
+            rule = score_rule({**keywords, **more}, head_dim)
+            rule = replace(rule, sliding_window=self._windows[layer_idx])  # as the masks have it
+            self._rules[layer_idx] = rule
         return rule
 
 
@@ -188,7 +192,8 @@ class ModelRunner:
         self.vocab_size: int = getattr(head, "out_features", None) or head.weight.shape[0]
         self.release: Callable[[], Any] = lambda: None
         self.look: Callable[[], None] = lambda: None  # after this, changed layers are noticed
-        self.max_positions = max_positions(model)
+        self.max_positions: int | None = None
+        self._windows: dict[int, int | None] = {}
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._rules: dict[int, ScoreRule] = {}
         # Not the default before it has been measured on a GPU.
@@ -213,41 +218,43 @@ class ModelRunner:
                 f"model: expected a transformers causal LM, got {type(model).__name__}; load one "
                 f"with AutoModelForCausalLM.from_pretrained, or use Engine.from_pretrained"
             )
+        check_kind(model)
         check_config(model)
+        runner, findings = cls._serve(model)
+        in_bits = runner.device.type == "cpu" and runner.spec.dtype == torch.float32
+        try:
+            with torch.inference_mode():
+                # Elsewhere naming the weights would take longer than a twin's run.
+                measures = (lambda: runner._measures) if in_bits else None
+                try_borders(runner, findings, cls._serve, measures)
+        except BaseException:
+            runner.release()
+            raise
+        return runner
+
+    @classmethod
+    def _serve(cls, model: Any) -> tuple[ModelRunner, Findings]:
+        """A runner whose logits of a few tokens are the model's own."""
         let_go = _hold(model)
         native = model.config._attn_implementation.removeprefix("radixkv_")
         if native not in ("sdpa", "eager"):
             native = "sdpa"
         device = next(model.parameters()).device
-        vocab_size = model.config.get_text_config().vocab_size
-        token_ids = [(7 + 13 * i) % vocab_size for i in range(_PROBE_TOKENS)]
-        input_ids = torch.tensor([token_ids], device=device)
-        recorder = Recorder()
+        token_ids = probe_ids(model, SELF_TEST_TOKENS)
         runner = None
         with torch.inference_mode():
             try:
                 model.eval()
-                expected = model(input_ids=input_ids, use_cache=False).logits[0].float()
+                expected = run_model(model, torch.tensor([token_ids], device=device))
                 name = register(native)
                 model.set_attn_implementation(name)
                 if model.config._attn_implementation != name:
                     raise refuse(
                         model, "its attention cannot be replaced", "this engine cannot serve it"
                     )
-                with attending(recorder):  # what it asks for is the same for any number of tokens
-                    model(input_ids=input_ids[:, :2], use_cache=False)
-                check_seen(model, recorder.seen)
-                num_kv_heads, head_dim, v_head_dim, dtype = recorder.seen[0].spec
-                runner = cls(
-                    model,
-                    KVSpec(
-                        num_layers=len(recorder.seen),
-                        num_kv_heads=num_kv_heads,
-                        head_dim=head_dim,
-                        v_head_dim=v_head_dim,
-                        dtype=dtype,
-                    ),
-                )
+                findings = examine(model)
+                runner = cls(model, findings.spec)
+                runner.max_positions, runner._windows = findings.max_positions, findings.windows
                 held, unpack = steady(model, lambda: active.handler)
                 runner.look = held.look
 
@@ -263,7 +270,7 @@ class ModelRunner:
                     runner.release()
                 let_go()
                 raise
-        return runner
+        return runner, findings
 
     def is_batch_invariant(self, kv: KVConfig, backend: str) -> bool:
         """Whether a token's logits are bit for bit the same in any batch and chunk; measured.
@@ -318,7 +325,7 @@ class ModelRunner:
         limit = min(_K_POSITIONS, self.max_positions or _K_POSITIONS)
         num_tokens = min(_K_TOKENS, limit)
         places = torch.arange(num_tokens, device=self.device)
-        recorder = Recorder()
+        recorder = Recorder(self._windows)
         keywords: dict[str, Any] = {"position_ids": (places * (limit // num_tokens))[None]}
         if self._keeps_logits:
             keywords["logits_to_keep"] = 1
@@ -413,7 +420,7 @@ class ModelRunner:
         centers = self.k_center.unbind() if codec.centers_k else None
 
         def compute(batch: Batch) -> Tensor:
-            paged = _Paged(self._rules, batch, cache, centers)
+            paged = _Paged(self._rules, self._windows, batch, cache, centers)
             paged.is_watched = self._is_watched()
             keywords: dict[str, Any] = {"position_ids": batch.positions, "use_cache": False}
             if self._keeps_logits:

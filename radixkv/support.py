@@ -7,10 +7,27 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from radixkv.errors import UnsupportedModelError
+from radixkv.masks import MaskFunction, NotAWindowError, window_of
 
-_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
+# Kinds of layers that no trial needs to tell apart, and why they are not served.
+_NOT_SERVED = (
+    (
+        {"linear_attention", "conv", "mamba", "mamba2", "recurrent", "hybrid", "hybrid_sliding"},
+        "which keep a state that is not KV pages",
+    ),
+    (
+        {
+            "indexed_attention",
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+            "minimax_m3_sparse",
+        },
+        "whose indexed or sparse attention chooses by content which tokens it reads",
+    ),
+)
 # Keywords that reach attention functions and do not change what a causal layer computes.
 _HARMLESS = {
     "attention_mask",
@@ -41,10 +58,66 @@ class Seen:
     spec: tuple[int, int, int, torch.dtype]  # num_kv_heads, head_dim, v_head_dim, dtype
     keywords: dict[str, Any]
     is_causal: bool
+    mask: MaskFunction | None = None  # what the mask that it was given was made of
+    own_mask: str = ""  # what one shows that is not as transformers made it; empty if it is
 
 
 def refuse(model: torch.nn.Module, what: str, mend: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"{type(model).__name__}: {what}; {mend}")
+
+
+def check_kind(model: Any) -> None:
+    """Refuse what is no causal LM with its weights in memory, by its class and config alone."""
+    for name, adapter in (getattr(model, "peft_config", None) or {}).items():
+        if getattr(adapter, "is_prompt_learning", False):
+            kind = getattr(adapter.peft_type, "value", adapter.peft_type)
+            raise refuse(
+                model,
+                f"its adapter {name!r} is of prompt learning ({kind}), which puts vectors before "
+                f"the prompt that no token ids stand for",
+                "merge or drop the adapter; LoRA is served",
+            )
+    if model.get_output_embeddings() is None:
+        raise refuse(
+            model,
+            "expected a causal LM with a head that gives logits over the vocabulary, got a model "
+            "without one",
+            f"load the checkpoint with {_with_head(model)}",
+        )
+    held = _without_weights(model)
+    if held is not None:
+        raise refuse(
+            model,
+            f"{held} is on the meta device: it has a shape, but no weights",
+            "load it with from_pretrained, or model.to_empty(device=...) and load_state_dict",
+        )
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if torch.float64 in dtypes:
+        raise refuse(
+            model, "has weights in float64, which no page format keeps", "use model.float()"
+        )
+
+
+def _with_head(model: Any) -> str:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+    known = NAMES.get(getattr(model.config, "model_type", ""))
+    if known is None or known == type(model).__name__:
+        return "AutoModelForCausalLM"
+    return f"{known} or AutoModelForCausalLM"
+
+
+def _without_weights(model: torch.nn.Module) -> str | None:
+    """A parameter on the meta device that nothing brings in when it is used; None if none is."""
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta:
+            continue
+        parts = name.split(".")[:-1]
+        owners = [model.get_submodule(".".join(parts[:i])) for i in range(len(parts) + 1)]
+        # accelerate's offloading keeps weights elsewhere, and hooks a module to fetch them.
+        if not any(hasattr(owner, "_hf_hook") for owner in owners):
+            return name
+    return None
 
 
 def check_config(model: Any) -> None:
@@ -53,13 +126,14 @@ def check_config(model: Any) -> None:
         raise refuse(model, "is an encoder-decoder model", "use a decoder-only causal LM")
     text_config = config.get_text_config()
     types = set(getattr(text_config, "layer_types", None) or ())
-    if types - _LAYER_TYPES:
-        raise refuse(
-            model,
-            f"has layers of type {', '.join(sorted(types - _LAYER_TYPES))}, "
-            f"which keep a state that is not KV pages",
-            f"layers must be of {', '.join(sorted(_LAYER_TYPES))}",
-        )
+    for kinds, what in _NOT_SERVED:
+        found = sorted(types & kinds)
+        if found:
+            raise refuse(
+                model,
+                f"has layers of type {', '.join(found)}, {what}",
+                "use a model whose layers attend to all tokens before, or to a window of them",
+            )
     if getattr(text_config, "alibi", False) or text_config.model_type in ("bloom", "mpt"):
         raise refuse(
             model, "uses ALiBi, whose bias transformers builds into a mask", "use a RoPE model"
@@ -92,8 +166,19 @@ def check_seen(model: Any, seen: Mapping[int, Seen]) -> None:
                 f"layer {layer_idx} asks its attention for {', '.join(sorted(unknown))}",
                 "this engine does not know these",
             )
+        if layer.own_mask in ("numbers", "other"):
+            shows = "adds numbers to scores" if layer.own_mask == "numbers" else "is not causal"
+            raise refuse(
+                model,
+                f"layer {layer_idx} attends under a mask that the model makes itself (a dynamic "
+                f"mask, an index or a bias), which {shows}",
+                "this engine serves causal attention over all tokens before, or a window of them",
+            )
         if not layer.is_causal:
-            raise refuse(model, f"layer {layer_idx} is not causal", "use a causal LM")
+            mend = "use a causal LM"
+            if getattr(model.config, "is_decoder", None) is False:
+                mend += ", or load it with is_decoder=True if it was trained as one"
+            raise refuse(model, f"layer {layer_idx} is not causal", mend)
         if layer.num_q_heads % layer.spec[0]:
             raise refuse(
                 model,
@@ -102,15 +187,6 @@ def check_seen(model: Any, seen: Mapping[int, Seen]) -> None:
                 "the first must be a multiple of the second",
             )
     text_config = model.config.get_text_config()
-    for layer_idx, layer_type in enumerate(getattr(text_config, "layer_types", None) or ()):
-        told = layer_idx in seen and seen[layer_idx].keywords.get("sliding_window")
-        if layer_type == "sliding_attention" and not told:
-            raise refuse(
-                model,
-                f"layer {layer_idx} is of type {layer_type}, but its attention is not told its "
-                f"sliding_window",
-                "this engine would attend to too much",
-            )
     softcap = getattr(text_config, "attn_logit_softcapping", None)
     if softcap and any(not layer.keywords.get("softcap") for layer in seen.values()):
         raise refuse(
@@ -118,20 +194,42 @@ def check_seen(model: Any, seen: Mapping[int, Seen]) -> None:
         )
 
 
-def max_positions(model: Any) -> int | None:
-    """Positions that the model has; None if its config names no limit.
+def windows_of(model: Any, seen: Mapping[int, Seen], places: Tensor) -> dict[int, int | None]:
+    """The window of each layer, as its mask says; where it has none, as its attention is told.
 
-    RoPE variants whose factors depend on the longest sequence of a batch are served only
-    below the length at which they start to, where they are constant: elsewhere a sequence's
-    result would depend on its neighbours.
+    Args:
+        places: at which masks are asked (`radixkv.masks.places_around`).
+    Raises:
+        UnsupportedModelError: a mask shows other tokens than all before, or a window of them.
     """
-    text_config = model.config.get_text_config()
-    limit = getattr(text_config, "max_position_embeddings", None)
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        limit = (
-            rope.get("original_max_position_embeddings")
-            or getattr(text_config, "original_max_position_embeddings", None)
-            or limit
-        )
-    return limit
+    known: dict[int, int | NotAWindowError | None] = {}
+    windows: dict[int, int | None] = {}
+    types = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    for layer_idx, layer in sorted(seen.items()):
+        told = layer.keywords.get("sliding_window")
+        windows[layer_idx] = told
+        if layer.mask is None:
+            kind = types[layer_idx] if layer_idx < len(types) else ""
+            if kind == "sliding_attention" and not told:
+                raise refuse(
+                    model,
+                    f"layer {layer_idx} is of type {kind}, but neither its attention nor a mask "
+                    f"tells its sliding window",
+                    "this engine would attend to too much",
+                )
+            continue
+        name = id(layer.mask)
+        if name not in known:
+            try:
+                known[name] = window_of(layer.mask, places)
+            except NotAWindowError as error:
+                known[name] = error
+        found = known[name]
+        if isinstance(found, NotAWindowError):
+            raise refuse(
+                model,
+                f"the mask of layer {layer_idx} {found}",
+                "this engine serves causal attention over all tokens before, or a window of them",
+            ) from found
+        windows[layer_idx] = found
+    return windows
