@@ -25,7 +25,8 @@ SELF_TEST_TOKENS = 12  # windows up to this length less one are exercised by the
 _BEYOND = 8  # tokens that a run goes past the last border
 _NEAR = 400  # tokens of a model's own run at most
 _NEAR_PRODUCTS = 3e8  # parameters times tokens of it: it must not be felt in a load
-_TWIN_PRODUCTS = 4e9
+_TWIN_PRODUCTS = 1e9
+_TWIN_TOKENS = 140  # at least: what is no size of a twin lies within
 
 logger = logging.getLogger("radixkv")
 
@@ -110,7 +111,7 @@ def _try_twin(
     if kept.get("borders") is None:
         twin = twin_of(type(whole), whole.config, limit, attention)
         if twin is not None:
-            _run_twin(*serve(twin))
+            _run_twin(*serve(twin), whole.config)
         elif findings.has_own_masks:
             raise refuse(
                 model,
@@ -124,13 +125,14 @@ def _try_twin(
     _tried_twins.add(name)
 
 
-def _run_twin(runner: Runner, findings: Findings) -> None:
+def _run_twin(runner: Runner, findings: Findings, names: Any = None) -> None:
     limit = findings.max_positions
     borders = borders_of(runner.model.config, limit)
     parameters = sum(p.numel() for p in runner.model.parameters())
-    num_tokens = _past(borders, limit, int(_TWIN_PRODUCTS / max(parameters, 1)))
+    most = max(_TWIN_TOKENS, int(_TWIN_PRODUCTS / max(parameters, 1)))
+    num_tokens = _past(borders, limit, most)
     if num_tokens:
-        try_past_borders(runner, num_tokens)
+        try_past_borders(runner, num_tokens, names)
 
 
 def _state(model: Any) -> str:
