@@ -51,7 +51,7 @@ from radixkv.limits import Limits
 from radixkv.loading import cpu_has_bfloat16, find_eos_token_ids, no_collections
 from radixkv.loop import run_steps
 from radixkv.many import deliver, outcomes_of, prompt_name, require_on_error, split_prompts
-from radixkv.model import ModelRunner, check_weights
+from radixkv.model import ModelRunner
 from radixkv.names import SAMPLING_MEANINGS, named_options, require_known
 from radixkv.progress import show_progress
 from radixkv.request import (
@@ -66,6 +66,7 @@ from radixkv.sampling import SamplerRow
 from radixkv.scheduler import Output, Policy, Scheduler, longest_prefix_first
 from radixkv.stats import EngineStats, Tally
 from radixkv.stream import Stream
+from radixkv.support import check_weights
 from radixkv.text import (
     Conversation,
     TextEnd,

@@ -1,41 +1,40 @@
 """A transformers model, run on pages: what its attention asks for is read, checked and served.
 
-The model keeps its own code. An attention function registered with transformers under the
-name ``radixkv_<native>`` serves the calls that are made inside `attending`, on that thread;
-any other call of the model goes on to its native attention, so the model stays usable.
+The model keeps its own code; its attention reaches us through `radixkv.interface`.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
-import sys
-import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property, partial
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from radixkv.batch import Batch, Run, build_batch
+from radixkv.borders import SELF_TEST_TOKENS, try_borders
 from radixkv.cache import PrefixCache
 from radixkv.config import KVConfig
 from radixkv.errors import NonFiniteError, RadixKVError, UnsupportedModelError
 from radixkv.graphs import Capture, DecodeGraphs, capture_cuda, is_decode
 from radixkv.hold import Hold, hold, uncompiled
+from radixkv.interface import active, attending, register, score_rule
 from radixkv.measures import Measures
+from radixkv.probe import Findings, Recorder, examine, probe_ids, run_model, self_test
 from radixkv.quant import KVCodec, KVSpec
 from radixkv.quantized import makes_views, quantized_kinds, quiet
-from radixkv.reference import ScoreRule, attend_dense, rotate_rows
+from radixkv.reference import ScoreRule, rotate_rows
+from radixkv.support import check_config, check_kind, check_weights, refuse
 from radixkv.watch import inference_places, make_normal, plain_tensors
 
-_PROBE_TOKENS = 12  # of the self test; windows up to this length less one are exercised by it
 # Where the probe of `is_batch_invariant` is cut into steps. Each step reads all weights: they are
 # few, of 14, 1, 3 and 27 tokens, so that every remainder of a tile's rows occurs.
 _PROBE_CUTS = (14, 15, 18, 45)
@@ -43,204 +42,6 @@ _K_TOKENS = 128  # of the run that measures K
 _K_POSITIONS = 2048  # over which it spreads them: what RoPE turns has no mean worth taking off
 _TRIES = 8  # of a step while another thread calls train()
 _OUTLIER_GAIN = 2.0  # how much larger K's error may be for want of a rotation, unsaid
-_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
-# Keywords that reach attention functions and do not change what a causal layer computes.
-_HARMLESS = {
-    "attention_mask",
-    "cache_position",
-    "cu_seq_lens_k",
-    "cu_seq_lens_q",
-    "dropout",
-    "is_causal",
-    "logits_to_keep",
-    "max_length_k",
-    "max_length_q",
-    "num_items_in_batch",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    "position_embeddings",
-    "position_ids",
-    "return_dict",
-    "use_cache",
-}
-
-
-class AttentionHandler(Protocol):
-    """Serves one layer's attention inside `attending`; shapes as transformers gives them."""
-
-    def __call__(
-        self,
-        module: torch.nn.Module,
-        query: Tensor,  # [1, num_q_heads, num_tokens, head_dim]
-        key: Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
-        value: Tensor,  # [1, num_kv_heads, num_tokens, v_head_dim]
-        keywords: Mapping[str, Any],
-    ) -> Tensor: ...  # [1, num_tokens, num_q_heads, v_head_dim]
-
-
-class _Active(threading.local):
-    handler: AttentionHandler | None = None
-
-
-_active = _Active()
-
-
-@contextmanager
-def attending(handler: AttentionHandler) -> Iterator[None]:
-    """Within this block, on this thread, ``handler`` computes every layer's attention."""
-    _active.handler = handler
-    try:
-        yield
-    finally:
-        _active.handler = None
-
-
-def _native_attention(module: torch.nn.Module, native: str) -> Callable[..., Any]:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    if native == "eager":
-        # Eager attention lives in each model's own file, under one name.
-        home: Any = sys.modules[type(module).__module__]
-        return home.eager_attention_forward  # type: ignore[no-any-return]
-    return ALL_ATTENTION_FUNCTIONS[native]  # type: ignore[no-any-return]
-
-
-@cache
-def _register(native: str) -> str:
-    """Register our attention, falling back to ``native`` outside `attending`; gives its name."""
-    native = native.removeprefix("radixkv_")
-    if native not in ("sdpa", "eager"):
-        native = "sdpa"
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
-    def attention(
-        module: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        **keywords: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        handler = _active.handler
-        if handler is None:
-            run = _native_attention(module, native)
-            return run(module, query, key, value, attention_mask, **keywords)  # type: ignore[no-any-return]
-        return handler(module, query, key, value, keywords), None
-
-    def mask(*args: Any, **keywords: Any) -> Any:
-        if _active.handler is not None:
-            return None
-        return ALL_MASK_ATTENTION_FUNCTIONS[native](*args, **keywords)
-
-    name = f"radixkv_{native}"
-    AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, mask)
-    return name
-
-
-@dataclass
-class _Seen:
-    """What one layer's attention was called with."""
-
-    num_q_heads: int
-    spec: tuple[int, int, int, torch.dtype]  # num_kv_heads, head_dim, v_head_dim, dtype
-    keywords: dict[str, Any]
-    is_causal: bool
-
-
-@dataclass
-class _Recorder:
-    """Notes each attention call, and answers it with plain dense attention."""
-
-    seen: dict[int, _Seen] = field(default_factory=dict)
-    keys: dict[int, Tensor] = field(default_factory=dict)  # [num_kv_heads, num_tokens, head_dim]
-
-    def __call__(
-        self,
-        module: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        keywords: Mapping[str, Any],
-    ) -> Tensor:
-        layer_idx = getattr(module, "layer_idx", None)
-        if not isinstance(layer_idx, int) or layer_idx in self.seen:
-            raise UnsupportedModelError(
-                f"{type(module).__name__}: expected attention modules that are each called once "
-                f"and know their layer_idx, got {layer_idx!r}; this engine cannot tell which "
-                f"pages are theirs"
-            )
-        spec = (key.shape[1], key.shape[3], value.shape[3], key.dtype)
-        is_causal = keywords.get("is_causal")
-        if is_causal is None:
-            is_causal = getattr(module, "is_causal", True)
-        self.seen[layer_idx] = _Seen(query.shape[1], spec, dict(keywords), bool(is_causal))
-        self.keys[layer_idx] = key[0].float()
-        rule = score_rule(keywords, query.shape[3])
-        out = attend_dense(query[0].float(), key[0].float(), value[0].float(), rule)
-        return out.transpose(0, 1)[None].to(query.dtype)
-
-
-def score_rule(keywords: Mapping[str, Any], head_dim: int) -> ScoreRule:
-    """What transformers' attention keywords ask for, as a `ScoreRule`.
-
-    Raises:
-        UnsupportedModelError: what no rule can be.
-    """
-    scaling = keywords.get("scaling")
-    sinks = keywords.get("s_aux")
-    try:
-        return ScoreRule(
-            softmax_scale=head_dim**-0.5 if scaling is None else float(scaling),
-            sliding_window=keywords.get("sliding_window"),
-            softcap=keywords.get("softcap"),
-            sinks=None if sinks is None else sinks.detach(),
-        )
-    except (TypeError, ValueError) as error:
-        raise UnsupportedModelError(
-            f"attention: a layer asks for what no score rule is ({error}); mend its config"
-        ) from error
-
-
-def _refuse(model: torch.nn.Module, what: str, mend: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"{type(model).__name__}: {what}; {mend}")
-
-
-def _check_config(model: Any) -> None:
-    config = model.config
-    if getattr(config, "is_encoder_decoder", False):
-        raise _refuse(model, "is an encoder-decoder model", "use a decoder-only causal LM")
-    text_config = config.get_text_config()
-    types = set(getattr(text_config, "layer_types", None) or ())
-    if types - _LAYER_TYPES:
-        raise _refuse(
-            model,
-            f"has layers of type {', '.join(sorted(types - _LAYER_TYPES))}, "
-            f"which keep a state that is not KV pages",
-            f"layers must be of {', '.join(sorted(_LAYER_TYPES))}",
-        )
-    if getattr(text_config, "alibi", False) or text_config.model_type in ("bloom", "mpt"):
-        raise _refuse(
-            model, "uses ALiBi, whose bias transformers builds into a mask", "use a RoPE model"
-        )
-
-
-def check_weights(model: Any) -> None:
-    """Refuse weights that are not where the model is: accelerate brings them for each call."""
-    if not isinstance(model, torch.nn.Module):
-        return  # refused elsewhere
-    for name, module in model.named_modules():
-        hook = module.__dict__.get("_hf_hook")
-        for one in getattr(hook, "hooks", [hook]):
-            if getattr(one, "offload", False) or type(one).__name__ == "CpuOffload":
-                raise _refuse(
-                    model,
-                    f"the weights of {name or 'the model'} are offloaded to memory or disk (by "
-                    f"accelerate), and are brought anew for each call",
-                    "load it whole: without offload_folder, and with a device_map of one device",
-                )
 
 
 def _places_of(model: torch.nn.Module) -> list[tuple[int, ...]]:
@@ -249,77 +50,6 @@ def _places_of(model: torch.nn.Module) -> list[tuple[int, ...]]:
         (id(weight), *(one.data_ptr() for one in plain_tensors(weight)))
         for weight in model.parameters()
     ]
-
-
-def _check_seen(model: Any, seen: Mapping[int, _Seen]) -> None:
-    if not seen:
-        raise _refuse(
-            model,
-            "its attention does not go through transformers' AttentionInterface",
-            "this engine cannot serve it",
-        )
-    if sorted(seen) != list(range(len(seen))):
-        raise _refuse(model, f"attention layers are {sorted(seen)}", "expected 0, 1, 2, ...")
-    specs = {layer.spec for layer in seen.values()}
-    if len(specs) > 1:
-        raise _refuse(
-            model,
-            f"its layers differ in (KV heads, head_dim, v_head_dim, dtype): "
-            f"{', '.join(sorted(map(str, specs)))}",
-            "one page layout must fit all layers",
-        )
-    known = {"scaling", "sliding_window", "softcap", "s_aux"} | _HARMLESS
-    for layer_idx, layer in sorted(seen.items()):
-        unknown = [k for k, v in layer.keywords.items() if k not in known and v is not None]
-        if unknown:
-            raise _refuse(
-                model,
-                f"layer {layer_idx} asks its attention for {', '.join(sorted(unknown))}",
-                "this engine does not know these",
-            )
-        if not layer.is_causal:
-            raise _refuse(model, f"layer {layer_idx} is not causal", "use a causal LM")
-        if layer.num_q_heads % layer.spec[0]:
-            raise _refuse(
-                model,
-                f"layer {layer_idx} has {layer.num_q_heads} query heads over "
-                f"{layer.spec[0]} KV heads",
-                "the first must be a multiple of the second",
-            )
-    text_config = model.config.get_text_config()
-    for layer_idx, layer_type in enumerate(getattr(text_config, "layer_types", None) or ()):
-        told = layer_idx in seen and seen[layer_idx].keywords.get("sliding_window")
-        if layer_type == "sliding_attention" and not told:
-            raise _refuse(
-                model,
-                f"layer {layer_idx} is of type {layer_type}, but its attention is not told its "
-                f"sliding_window",
-                "this engine would attend to too much",
-            )
-    softcap = getattr(text_config, "attn_logit_softcapping", None)
-    if softcap and any(not layer.keywords.get("softcap") for layer in seen.values()):
-        raise _refuse(
-            model, f"attn_logit_softcapping={softcap} does not reach its attention", "cannot serve"
-        )
-
-
-def max_positions(model: Any) -> int | None:
-    """Positions that the model has; None if its config names no limit.
-
-    RoPE variants whose factors depend on the longest sequence of a batch are served only
-    below the length at which they start to, where they are constant: elsewhere a sequence's
-    result would depend on its neighbours.
-    """
-    text_config = model.config.get_text_config()
-    limit = getattr(text_config, "max_position_embeddings", None)
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        limit = (
-            rope.get("original_max_position_embeddings")
-            or getattr(text_config, "original_max_position_embeddings", None)
-            or limit
-        )
-    return limit
 
 
 class _Paged:
@@ -334,11 +64,13 @@ class _Paged:
     def __init__(
         self,
         rules: dict[int, ScoreRule],
+        windows: Mapping[int, int | None],
         batch: Batch,
         cache: PrefixCache,
         centers: Sequence[Tensor] | None,
     ) -> None:
         self._rules, self._cache, self._centers = rules, cache, centers
+        self._windows = windows
         self._batch, self._logit_rows = batch.attention, batch.logit_rows
         self.num_served = 0
         self._served = 0  # a bit for each layer
@@ -417,7 +149,9 @@ class _Paged:
     ) -> ScoreRule:
         rule = self._rules.get(layer_idx)
         if rule is None:
-            rule = self._rules[layer_idx] = score_rule({**keywords, **more}, head_dim)
+            rule = score_rule({**keywords, **more}, head_dim)
+            rule = replace(rule, sliding_window=self._windows[layer_idx])  # as the masks have it
+            self._rules[layer_idx] = rule
         return rule
 
 
@@ -444,7 +178,8 @@ class ModelRunner:
         self._has_views = makes_views(model)
         self._owners: set[tuple[int, str]] = set()  # inference tensors that are not of our passes
         self._num_readable = self._count_readable()
-        self.max_positions = max_positions(model)
+        self.max_positions: int | None = None
+        self._windows: dict[int, int | None] = {}
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._rules: dict[int, ScoreRule] = {}
         # Not the default before it has been measured on a GPU.
@@ -470,92 +205,63 @@ class ModelRunner:
                 f"with AutoModelForCausalLM.from_pretrained, or use Engine.from_pretrained"
             )
         model = uncompiled(model)
-        _check_config(model)
+        check_kind(model)
+        check_config(model)
         check_weights(model)
-        held, let_go = hold(model, lambda: _active.handler, _register)
+        runner, findings = cls._serve(model)
+        in_bits = runner.device.type == "cpu" and runner.spec.dtype == torch.float32
+        try:
+            with quiet(has_views=runner._has_views), runner._held.as_written():
+                # Elsewhere naming the weights would take longer than a twin's run.
+                measures = (lambda: runner._measures) if in_bits else None
+                try_borders(runner, findings, cls._serve, measures)
+        except BaseException:
+            runner.release()
+            raise
+        return runner
+
+    @classmethod
+    def _serve(cls, model: Any) -> tuple[ModelRunner, Findings]:
+        """A runner whose logits of a few tokens are the model's own."""
+        held, let_go = hold(model, lambda: active.handler, register)
         device = next(model.parameters()).device
-        vocab_size = model.config.get_text_config().vocab_size
-        token_ids = [(7 + 13 * i) % vocab_size for i in range(_PROBE_TOKENS)]
-        input_ids = torch.tensor([token_ids], device=device)
-        recorder = _Recorder()
-        runner = None
+        token_ids = probe_ids(model, SELF_TEST_TOKENS)
         weights, owners = _places_of(model), inference_places(model)
         with quiet(has_views=makes_views(model)):
             try:
                 with held.as_written():
-                    expected = model(input_ids=input_ids, use_cache=False).logits[0].float()
+                    expected = run_model(model, torch.tensor([token_ids], device=device))
                 can_set = getattr(model, "_can_set_attn_implementation", None)
                 if can_set is not None and not can_set():
-                    raise _refuse(
+                    raise refuse(
                         model, "its attention cannot be replaced", "this engine cannot serve it"
                     )
-                # What it asks for is the same for any number of tokens.
-                with held.step(), attending(recorder):
-                    model(input_ids=input_ids[:, :2], use_cache=False)
+                with held.step():
+                    findings = examine(model)
                 if _places_of(model) != weights:
-                    raise _refuse(
+                    raise refuse(
                         model,
                         "puts other weights in the place of its own whenever it runs",
                         "this engine could not tell when they were changed",
                     )
-                _check_seen(model, recorder.seen)
-                num_kv_heads, head_dim, v_head_dim, dtype = recorder.seen[0].spec
-                runner = cls(
-                    model,
-                    KVSpec(
-                        num_layers=len(recorder.seen),
-                        num_kv_heads=num_kv_heads,
-                        head_dim=head_dim,
-                        v_head_dim=v_head_dim,
-                        dtype=dtype,
-                    ),
-                )
-                runner._held = held
-                runner._owners = owners
+                runner = cls(model, findings.spec)
+                runner.max_positions, runner._windows = findings.max_positions, findings.windows
+                runner._held, runner._owners = held, owners
                 # Called by `release`, or when the runner is dropped without it.
                 runner.release = weakref.finalize(runner, _end, let_go, weakref.ref(model), owners)
-                runner._self_test(token_ids, expected)
+                self_test(runner, token_ids, expected)
             except BaseException as error:
                 _end(let_go, weakref.ref(model), owners)
                 kinds = ", ".join(quantized_kinds(model))
                 if kinds and isinstance(error, Exception):
-                    raise _refuse(
+                    raise refuse(
                         model,
                         f"is quantized ({kinds}), in a way that fails here or depends on what "
                         f"else is in a batch: {error}",
                         "quantize weights alone, or load it without quantization",
                     ) from error
                 raise
-        return runner
-
-    def _self_test(self, token_ids: list[int], expected: Tensor) -> None:
-        # Two steps over unquantized pages, a second sequence that decodes beside: positions, masks
-        # and page reads must all be right for this to give the model's own logits.
-        config = KVConfig(dtype="model", page_size=4)
-        capacity = 4 * len(token_ids) * KVCodec(self.spec, config).bytes_per_token
-        cache = PrefixCache(
-            self.spec, replace(config, capacity=capacity), device=self.device, backend="torch"
-        )
-        half, others = len(token_ids) // 2, token_ids[:-3:-1]
-        with cache.acquire(token_ids) as lease, cache.acquire(others) as other:
-            parts = []
-            for step, (start, stop) in enumerate(((0, half), (half, len(token_ids)))):
-                runs = [
-                    Run(other, others[step : step + 1], step, step + 1, 0, step + 1),
-                    Run(lease, token_ids[start:stop], start, stop, 0, 0),
-                ]
-                parts.append(self.forward(build_batch(runs, self.device), cache))
-            got = torch.cat(parts)
-        spread = (expected.max() - expected.min()).clamp_min(1e-6)
-        error = float((got - expected).abs().max() / spread)
-        limit = 1e-4 if self.spec.dtype == torch.float32 else 5e-2
-        if not error <= limit:
-            raise _refuse(
-                self.model,
-                f"its logits over pages differ from its own by {error:.2g} of their range "
-                f"(limit {limit:g})",
-                "something in its attention or positions is not served rightly",
-            )
+        return runner, findings
 
     def is_batch_invariant(self, kv: KVConfig, backend: str) -> bool:
         """Whether a token's logits are bit for bit the same in any batch and chunk; measured.
@@ -626,7 +332,7 @@ class ModelRunner:
         limit = min(_K_POSITIONS, self.max_positions or _K_POSITIONS)
         num_tokens = min(_K_TOKENS, limit)
         places = torch.arange(num_tokens, device=self.device)
-        recorder = _Recorder()
+        recorder = Recorder(self._windows)
         keywords: dict[str, Any] = {"position_ids": (places * (limit // num_tokens))[None]}
         if self._keeps_logits:
             keywords["logits_to_keep"] = 1
@@ -714,7 +420,7 @@ class ModelRunner:
             for name in ("spec", "device"):
                 now, before = getattr(fresh, name), getattr(self, name)
                 if now != before:
-                    raise _refuse(
+                    raise refuse(
                         self.model,
                         f"was changed: expected {name} {before!r}, as when this engine was made, "
                         f"got {now!r}",
@@ -725,7 +431,7 @@ class ModelRunner:
 
     def probe(self) -> None:
         """Run the model as a step does, for what that leaves in it; nothing is written."""
-        with quiet(has_views=self._has_views), self._held.step(), attending(_Recorder()):
+        with quiet(has_views=self._has_views), self._held.step(), attending(Recorder()):
             input_ids = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
             self.model(input_ids=input_ids, use_cache=False)
 
@@ -772,7 +478,7 @@ class ModelRunner:
             if self._keeps_logits:
                 keywords["logits_to_keep"] = batch.logit_rows
             for _ in range(_TRIES):
-                paged = _Paged(self._rules, batch, cache, centers)
+                paged = _Paged(self._rules, self._windows, batch, cache, centers)
                 paged.is_watched = self._is_watched()
                 try:
                     with (
