@@ -51,6 +51,7 @@ class Branch:
         self.cached_tokens = cached_tokens
         self._conversation = conversation
         self._num_ended = 0  # tokens when the last of them ended a sample: that one is no text
+        self._shows_special = True  # in the text of the last answer
         engine.adopt(self)
 
     @property
@@ -84,10 +85,12 @@ class Branch:
             tail,
             self._conversation,
             ended=self._num_ended == len(self.token_ids),
+            shows_special=self._shows_special,
         )
         self._engine.limits.check_length(len(token_ids), 0)
         self._replace(token_ids)
-        self._conversation = conversation
+        if conversation is not self._conversation:  # a new turn
+            self._conversation, self._shows_special = conversation, True
         self._num_ended = 0
         num_held = 0 if self._lease is None else self._lease.num_tokens
         more = take_cached(self._engine.cache, token_ids[:-1], self.namespace, num_held)
@@ -159,6 +162,7 @@ class Branch:
             assert index is not None
             if isinstance(result.samples[index].stop_reason, int):
                 self._num_ended = len(self.token_ids)
+            self._shows_special = not chosen.skip_special_tokens
         return result
 
     def _kept_ids(self, sample: Sample, params: SamplingParams) -> tuple[list[int], int]:
@@ -218,6 +222,7 @@ class Branch:
                     conversation=self._conversation,
                 )
                 twin._num_ended = self._num_ended
+                twin._shows_special = self._shows_special
                 twins.append(twin)
         except BaseException:
             for twin in twins:

@@ -24,7 +24,7 @@ from radixkv.continuations import encode_continuation
 from radixkv.prompts import encode_prompt, is_sequence
 from radixkv.text_stream import TextStream
 from radixkv.tool_calls import find_tool_calls
-from radixkv.vocabulary import decode, vocabulary_of
+from radixkv.vocabulary import decode, encode, vocabulary_of
 
 _NAME = "messages"  # what errors call them
 _END_TOKENS = 8  # most that close a turn
@@ -65,6 +65,7 @@ def continue_conversation(
     *,
     conversation: Conversation | None,
     ended: bool,
+    shows_special: bool,
     eos_token_ids: Collection[int],
     vocab_size: int,
 ) -> tuple[list[int], Conversation | None]:
@@ -79,6 +80,8 @@ def continue_conversation(
         token_ids: all tokens so far.
         conversation: what the first of them are; None if that is not known.
         ended: the last token ended a sample, and is no text.
+        shows_special: special tokens inside the answer are part of its text. (Calls are found
+            in the text with them in any case.)
         eos_token_ids: tokens that end an answer wherever they stand last.
     Returns:
         The token ids, and what conversation they are; None if that is not known.
@@ -88,7 +91,7 @@ def continue_conversation(
     """
     if not is_chat(messages):
         raise TypeError(f"{_NAME}: expected a list of messages, got {type(messages).__name__}")
-    turn = _Turn(tokenizer, token_ids, messages, ended, eos_token_ids, vocab_size)
+    turn = _Turn(tokenizer, token_ids, messages, ended, shows_special, eos_token_ids, vocab_size)
     if conversation is None:
         return turn.invent(), None
     found: Conversation | None = conversation
@@ -130,6 +133,7 @@ class _Turn:
     token_ids: Sequence[int]
     messages: Sequence[Any]
     ended: bool
+    shows_special: bool
     eos_token_ids: Collection[int]
     vocab_size: int
 
@@ -142,8 +146,7 @@ class _Turn:
             candidates = [[*history, *self.messages]]
         else:
             num_kept = self._num_without_end(num_before, self._closing(history))
-            text = self._text(num_before, num_kept)
-            candidates = self._answered(history, text, num_kept)
+            candidates = self._answered(history, self.token_ids[:num_kept], num_before)
         refusal: ValueError | None = None
         for chat in candidates:
             try:
@@ -161,8 +164,11 @@ class _Turn:
             return self.invent(), None  # no call was found in the text; the template wants one
         raise refusal
 
-    def _answered(self, history: list[Any], text: str, num_kept: int) -> list[list[Any]]:
-        """The whole chat where the assistant has said ``text``, as it may be told, best first."""
+    def _answered(
+        self, history: list[Any], token_ids: Sequence[int], num_before: int
+    ) -> list[list[Any]]:
+        """The whole chat with what the assistant has said, as it may be told, best first."""
+        text = self._text(token_ids, num_before, shows_special=self.shows_special)
         said = {"role": "assistant", "content": text}
         first = self.messages[0]
         if not _answers_call(first):
@@ -173,7 +179,8 @@ class _Turn:
             ):
                 return [[*history, *self.messages]]
             return [[*history, said, *self.messages]]
-        rest, calls = find_tool_calls(text)
+        raw = self._text(token_ids, num_before, shows_special=True)
+        rest, calls = find_tool_calls(raw)
         if not calls:
             return [[*history, said, *self.messages]]
         answers = [m for m in self.messages if isinstance(m, Mapping) and "tool_call_id" in m]
@@ -189,7 +196,7 @@ class _Turn:
         except ValueError:
             return candidates[:1]
         opened = render_chat(self.tokenizer, history, _NAME, tokenize=False)
-        if shown.startswith(opened + text):  # the template writes the calls as the model did
+        if shown.startswith(opened + raw):  # the template writes the calls as the model did
             candidates.reverse()
         elif not all(call["function"]["name"] in shown for call in calls):
             candidates.pop()  # it leaves them out
@@ -270,24 +277,30 @@ class _Turn:
         num = len(self.token_ids)
         if self.ended and num > num_before:
             num -= 1
-        special_texts = vocabulary_of(self.tokenizer).special_texts
+        tokenizer = self.tokenizer
+        special_texts = vocabulary_of(tokenizer).special_texts
+        closings: list[str] = []
+        if closing is not None:
+            # As its tokens say it, too: some have a space after each special token.
+            ids = encode(tokenizer, closing)
+            closings = [closing, decode(tokenizer, ids, skip_special_tokens=False)]
         for start in range(max(num_before, num - _END_TOKENS), num):
-            if self.token_ids[start] not in special_texts | dict.fromkeys(self.eos_token_ids):
-                continue
-            end = decode(self.tokenizer, self.token_ids[start:num], skip_special_tokens=False)
-            if closing is not None and closing.startswith(end):
-                return start
+            first = self.token_ids[start]
+            if first in special_texts or first in self.eos_token_ids:
+                end = decode(tokenizer, self.token_ids[start:num], skip_special_tokens=False)
+                if any(text.startswith(end) for text in closings):
+                    return start
         if num > num_before and self.token_ids[num - 1] in self.eos_token_ids:
             num -= 1
         return num
 
-    def _text(self, num_before: int, num_kept: int) -> str:
-        """What the assistant's tokens say: a sample's text, special tokens inside it kept."""
-        token_ids = self.token_ids[num_before:num_kept]
+    def _text(self, token_ids: Sequence[int], num_before: int, *, shows_special: bool) -> str:
+        """What the tokens after the first ``num_before`` say, as a sample's text does."""
+        said = token_ids[num_before:]
         special_texts = vocabulary_of(self.tokenizer).special_texts
         stream = TextStream(
             self.tokenizer,
-            skip_special_tokens=not any(i in special_texts for i in token_ids),
-            after=self.token_ids[:num_before],
+            skip_special_tokens=not shows_special or not any(i in special_texts for i in said),
+            after=token_ids[:num_before],
         )
-        return stream.push(token_ids) + stream.finish()
+        return stream.push(said) + stream.finish()

@@ -50,10 +50,10 @@ from radixkv.stats import EngineStats, Tally
 from radixkv.stream import Stream
 from radixkv.text import (
     Conversation,
-    TextEnd,
     begin_conversation,
     continue_conversation,
     encode_continuation,
+    encode_continuations,
     encode_prompt,
     is_chat,
 )
@@ -712,6 +712,7 @@ class Engine:
         conversation: Conversation | None,
         *,
         ended: bool,
+        shows_special: bool,
     ) -> tuple[list[int], Conversation | None]:
         """All tokens of a branch that goes on with ``tail``, and its chat where that is known.
 
@@ -720,6 +721,7 @@ class Engine:
         Args:
             conversation: the branch's chat so far.
             ended: the last token ended a sample, and is no text.
+            shows_special: special tokens inside the last answer are part of its text.
         """
         if is_chat(tail):
             return continue_conversation(
@@ -728,6 +730,7 @@ class Engine:
                 tail,
                 conversation=conversation,
                 ended=ended,
+                shows_special=shows_special,
                 eos_token_ids=self.eos_token_ids,
                 vocab_size=self.vocab_size,
             )
@@ -740,20 +743,9 @@ class Engine:
         self, token_ids: list[int], continuations: SequenceABC[Any]
     ) -> list[list[int]]:
         """Token ids of each continuation of a prompt, checked for length and capacity."""
-        if isinstance(continuations, (str, bytes)) or not isinstance(continuations, SequenceABC):
-            raise TypeError(
-                f"continuations: expected a list of texts or token id lists, got "
-                f"{type(continuations).__name__}; for one, pass a list of one"
-            )
-        if not continuations:
-            raise ValueError("continuations: expected at least one, got none")
-        after: list[int] | TextEnd = token_ids
-        if self.tokenizer is not None and any(isinstance(tail, str) for tail in continuations):
-            after = TextEnd(self.tokenizer, token_ids, skip_special_tokens=False)
-        tails = [
-            encode_continuation(self.tokenizer, tail, after=after, vocab_size=self.vocab_size)
-            for tail in continuations
-        ]
+        tails = encode_continuations(
+            self.tokenizer, continuations, after=token_ids, vocab_size=self.vocab_size
+        )
         longest = max(map(len, tails))
         self.limits.check_length(len(token_ids), longest)
         self.limits.check_tokens(len(token_ids) + longest - 1, "prompt plus continuation")

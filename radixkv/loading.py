@@ -45,15 +45,18 @@ def cpu_has_bfloat16() -> bool:
 
 
 def find_eos_token_ids(model: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
-    """The tokens that end a text: of the generation config, the config and the tokenizer.
+    """The tokens that end a text: those of the model, and the tokenizer's own.
 
-    A fine-tune often has its own in one of them, and the base model's in the others.
+    The model's are what its generation config names, as in transformers, or else its config. A
+    fine-tune often has the base model's there, and its own in the tokenizer alone.
     """
     config = model.config
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    sources = (getattr(model, "generation_config", None), config, text_config)
+    named = (getattr(source, "eos_token_id", None) for source in sources)
+    of_model = next((eos for eos in named if eos is not None), None)
     found: set[int] = set()
-    for source in (getattr(model, "generation_config", None), config, text_config, tokenizer):
-        eos = getattr(source, "eos_token_id", None)
+    for eos in (of_model, getattr(tokenizer, "eos_token_id", None)):
         if isinstance(eos, torch.Tensor):
             eos = eos.flatten().tolist()
         if eos is not None:

@@ -151,30 +151,27 @@ def _encode_text(tokenizer: Any, prompt: str, name: str) -> object:
         first, last = (vocabulary.special_texts.get(i) for i in (*ids[:1], *ids[-1:]) or (-1, -1))
         begins = first is not None and prompt.lstrip().startswith(first)
         if begins or (last is not None and prompt.rstrip().endswith(last)):
-            ids = _without_doubles(ids, encode(tokenizer, prompt))
+            ids = _without_doubles(tokenizer, prompt)
     return ids
 
 
-def _without_doubles(ids: list[int], plain: list[int]) -> list[int]:
-    """Leave out what the tokenizer added at either end if the text has it there already.
+def _without_doubles(tokenizer: Any, prompt: str) -> list[int]:
+    """A text's ids, with what the tokenizer adds at either end unless it is there already.
 
     A chat that was rendered as text begins with the token that most tokenizers add by
     themselves; a model saw it once.
-
-    Args:
-        ids: the text with what the tokenizer adds.
-        plain: the text alone.
     """
-    num_plain = len(plain)
-    for num_before in range(len(ids) - num_plain + 1):
-        if ids[num_before : num_before + num_plain] == plain:
-            before, after = ids[:num_before], ids[num_before + num_plain :]
-            if before and plain and plain[0] == before[0]:
-                before = []
-            if after and plain and plain[-1] == after[-1]:
-                after = []
-            return [*before, *plain, *after]
-    return ids
+    plain, other = encode(tokenizer, prompt), encode(tokenizer, "a")
+    added: list[int] = list(tokenizer("a")["input_ids"])
+    num_added = len(added) - len(other)
+    places = (i for i in range(num_added + 1) if added[i : i + len(other)] == other)
+    num_before = next(places, 0)
+    before, after = added[:num_before], added[num_before + len(other) :]
+    if before and plain[:1] == before[:1]:
+        before = []
+    if after and plain[-1:] == after[-1:]:
+        after = []
+    return [*before, *plain, *after]
 
 
 def _encode_chat(tokenizer: Any, chat: Sequence[Any], name: str) -> object:

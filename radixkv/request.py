@@ -30,7 +30,7 @@ from radixkv.failures import copy_of
 from radixkv.guided import Guide
 from radixkv.sampling import Sampled, SamplerRow, fresh_seed, top_logprobs
 from radixkv.scheduler import Output, Scheduler, Sequence
-from radixkv.text import TextStream
+from radixkv.text import TextEnd, TextStream
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -433,6 +433,10 @@ class SampleRequest(Request):
         self._stop_ids = set(params.stop_token_ids)
         if not params.ignore_eos:
             self._stop_ids |= set(eos_token_ids)
+        after: list[int] | TextEnd = prompt_token_ids
+        if tokenizer is not None:
+            skip = params.skip_special_tokens
+            after = TextEnd(tokenizer, prompt_token_ids, skip_special_tokens=skip)
         self._samples = [
             _SampleState(
                 SamplerRow(
@@ -442,7 +446,7 @@ class SampleRequest(Request):
                     tokenizer,
                     skip_special_tokens=params.skip_special_tokens,
                     stop=params.stop if tokenizer is not None else (),
-                    after=prompt_token_ids,
+                    after=after,
                 ),
             )
             for i in range(params.n)

@@ -30,6 +30,8 @@ class StopFinder:
 
         Complexity: O(fresh text + longest stop string), times stop strings.
         """
+        if not self._stop:
+            return fresh
         buffer = self._held + fresh
         matches = [
             (at + len(stop), at, stop) for stop in self._stop if (at := buffer.find(stop)) >= 0

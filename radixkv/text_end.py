@@ -35,6 +35,7 @@ class TextEnd:
     Attributes:
         token_ids: the last tokens, without special ones if those are skipped.
         text: what they decode to; the decoding of all ends so.
+        is_beginning: there is nothing, or what stands before a text: a text begins here.
 
     Complexity: O(1) decodings of a few tokens, as a rule; O(all tokens) at most.
     """
@@ -58,7 +59,9 @@ class TextEnd:
                 break
             num *= 2
             self.token_ids, self.text = longer, text
-        self.has_text = any(token_id not in special_texts for token_id in reversed(token_ids))
+        names = ("bos_token_id", "eos_token_id", "cls_token_id")
+        openings = {getattr(tokenizer, name, None) for name in names}
+        self.is_beginning = all(token_id in openings for token_id in reversed(token_ids))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of the last tokens and of ``token_ids`` after them."""
@@ -78,8 +81,7 @@ class TextEnd:
         """
         tokenizer = self._tokenizer
         alone = encode(tokenizer, piece)
-        # Behind a beginning token, or nothing, a text begins.
-        if not self.has_text or self.decode(alone) == self.text + piece:
+        if self.is_beginning or self.decode(alone) == self.text + piece:
             return alone
         candidates = [alone]
         together = encode(tokenizer, self.text + piece)

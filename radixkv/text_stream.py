@@ -35,7 +35,8 @@ class TextStream:
         skip_special_tokens: leave special tokens out.
         stop: strings that end the text; none is ever part of it. One that holds the text of a
             special token matches that token, whether it is left out or not.
-        after: the tokens that stand before; empty where a text begins.
+        after: the tokens that stand before, empty where a text begins; for several samples of
+            one prompt, its `TextEnd` (made with the same ``skip_special_tokens``).
     Raises:
         ValueError: stop strings without a tokenizer, or an empty one.
     """
@@ -46,7 +47,7 @@ class TextStream:
         *,
         skip_special_tokens: bool = True,
         stop: Sequence[str] = (),
-        after: Sequence[int] = (),
+        after: Sequence[int] | TextEnd = (),
     ) -> None:
         if tokenizer is None and stop:
             raise ValueError(
@@ -64,12 +65,13 @@ class TextStream:
         # Of special tokens that are left out: whether their places matter.
         self._marks_specials = skip_special_tokens and isinstance(self._stops, SpecialStopFinder)
         self._pieces: list[str] = []
-        self._after: Sequence[int] | None = after  # until the first token comes
         self._before = ""  # the prompt's text while its last character may still be completed
         self._window: list[int] = []  # last tokens; what was before them is decoded for good
         self._num_taken = 0  # characters of the window's text that went on
         self._max_window = _WINDOW
         self._finished = False
+        if tokenizer is not None:
+            self._begin(after)
 
     @property
     def stopped(self) -> str | None:
@@ -93,7 +95,7 @@ class TextStream:
         """
         if self._finished:
             raise ValueError("push: the stream is finished; make a TextStream for each sample")
-        if self._vocabulary is None or self.stopped is not None:
+        if self._vocabulary is None or self._stops.stopped is not None:
             return ""
         if self._marks_specials:
             return self._push_marking(token_ids)
@@ -120,15 +122,13 @@ class TextStream:
         if not token_ids:
             return ""
         assert self._vocabulary is not None
-        if self._after is not None:
-            self._begin()
         self._window += token_ids
         if self._window[-1] in self._vocabulary.byte_ids:
             return ""
         decoded = self._decode(self._window)
         settled = len(decoded) - decoded.endswith(_NO_CHARACTER)
-        if self._before:
-            self._leave_before(decoded, settled)
+        if self._before and not self._leave_before(decoded, settled):
+            return ""
         fresh = decoded[self._num_taken : settled]
         self._num_taken = max(self._num_taken, settled)
         if len(self._window) > self._max_window:
@@ -178,26 +178,25 @@ class TextStream:
             out += held
         return out
 
-    def _begin(self) -> None:
+    def _begin(self, after: Sequence[int] | TextEnd) -> None:
         """Take the end of what stands before as the window's first tokens."""
-        assert self._after is not None
-        if self._after:
-            end = TextEnd(
-                self._tokenizer, self._after, skip_special_tokens=self._skip_special_tokens
-            )
-            self._window = end.token_ids
-            self._num_taken = len(end.text.rstrip(_NO_CHARACTER))
-            if self._num_taken < len(end.text):
-                self._before = end.text
-        self._after = None
+        if not isinstance(after, TextEnd):
+            if not len(after):
+                return
+            after = TextEnd(self._tokenizer, after, skip_special_tokens=self._skip_special_tokens)
+        self._window = list(after.token_ids)
+        self._num_taken = len(after.text.rstrip(_NO_CHARACTER))
+        if self._num_taken < len(after.text):
+            self._before = after.text
 
-    def _leave_before(self, decoded: str, settled: int) -> None:
-        """See whether the tokens completed the prompt's last character, or it stays as it is."""
-        if not decoded.startswith(self._before):
-            self._before = ""
-        elif settled >= len(self._before):
+    def _leave_before(self, decoded: str, settled: int) -> bool:
+        """Whether the prompt's last character is known: completed, or cut short for good."""
+        if decoded.startswith(self._before):
+            if settled < len(self._before):
+                return False
             self._num_taken = len(self._before)
-            self._before = ""
+        self._before = ""
+        return True
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return decode(self._tokenizer, token_ids, skip_special_tokens=self._skip_special_tokens)
@@ -221,8 +220,9 @@ class TextStream:
 
     def _pass_on(self, fresh: str) -> str:
         """Look for stop strings in what is held and ``fresh``; return what is safe to show."""
-        out = self._stops.push(fresh)
-        if self.stopped is not None:
+        stops = self._stops
+        out = stops.push(fresh)
+        if stops.stopped is not None:
             self._window = []
         if out:
             self._pieces.append(out)

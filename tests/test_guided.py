@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import random
@@ -515,8 +516,10 @@ def test_an_engine_that_cannot_constrain_says_why(tiny_model, byte_tokenizer, mo
         engine.generate([5, 6], regex="a")
     endless = tiny_model(fresh=True)
     endless.generation_config.eos_token_id = endless.config.eos_token_id = None
+    without_end = copy.deepcopy(byte_tokenizer)
+    without_end.eos_token = None
     with (
-        Engine(endless, byte_tokenizer, kv=capacity) as engine,
+        Engine(endless, without_end, kv=capacity) as engine,
         pytest.raises(ValueError, match="expected a model with an end token, got none"),
     ):
         engine.generate(PROMPT, regex="a")
