@@ -6,12 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from radixkv.config import require_unicode
+from radixkv.failures import blame
 from radixkv.prompts import encode_prompt, is_prompt, is_sequence
 from radixkv.text_end import TextEnd
 
 
 def encode_continuation(
-    tokenizer: Any, tail: object, *, after: Sequence[int] | TextEnd, vocab_size: int
+    tokenizer: Any,
+    tail: object,
+    *,
+    after: Sequence[int] | TextEnd,
+    vocab_size: int,
+    name: str = "continuation",
 ) -> list[int]:
     """Token ids of text or ids that go on where other tokens end: no special tokens are added.
 
@@ -20,10 +26,10 @@ def encode_continuation(
         after: the tokens that stand before, empty where a text begins; for several texts that
             go on at one place, its `TextEnd` (with special tokens kept).
         vocab_size: ids must be below it.
+        name: what errors call it.
     Raises:
         TypeError, ValueError: as `encode_prompt`; a chat or an empty continuation too.
     """
-    name = "continuation"
     if isinstance(tail, str) and tail and tokenizer is not None:
         require_unicode(name, tail)
         if not isinstance(after, TextEnd):
@@ -33,5 +39,37 @@ def encode_continuation(
             raise ValueError(f"{name}: expected at least one token, got none from {tail!r}")
         tail = token_ids
     elif is_prompt(tail, name=name) and is_sequence(tail) and isinstance(tail[0], Mapping):
-        raise TypeError("continuation: expected text or token ids, got a chat")
+        raise TypeError(f"{name}: expected text or token ids, got a chat")
     return encode_prompt(tokenizer, tail, vocab_size=vocab_size, name=name)
+
+
+def encode_continuations(
+    tokenizer: Any, tails: object, *, after: Sequence[int], vocab_size: int
+) -> list[list[int]]:
+    """Token ids of several texts or ids that go on at one place, as `encode_continuation`.
+
+    Raises:
+        TypeError, ValueError: no list of them, or an empty one; or one that cannot be used: then
+            the error has its place, ``index``.
+    """
+    name = "continuations"
+    if isinstance(tails, (str, bytes)) or not isinstance(tails, Sequence):
+        raise TypeError(
+            f"{name}: expected a list of texts or token id lists, got "
+            f"{type(tails).__name__}; for one, pass a list of one"
+        )
+    if not tails:
+        raise ValueError(f"{name}: expected at least one, got none")
+    end: Sequence[int] | TextEnd = after
+    if tokenizer is not None and any(isinstance(tail, str) for tail in tails):
+        end = TextEnd(tokenizer, after, skip_special_tokens=False)
+    encoded: list[list[int]] = []
+    for i, tail in enumerate(tails):
+        which = f"{name}[{i}]"
+        try:
+            one = encode_continuation(tokenizer, tail, after=end, vocab_size=vocab_size, name=which)
+        except (TypeError, ValueError) as error:
+            blame(error, i, [None] * len(tails), name=which)
+            raise
+        encoded.append(one)
+    return encoded

@@ -69,10 +69,10 @@ from radixkv.stream import Stream
 from radixkv.support import check_weights
 from radixkv.text import (
     Conversation,
-    TextEnd,
     begin_conversation,
     continue_conversation,
     encode_continuation,
+    encode_continuations,
     encode_prompt,
     is_chat,
 )
@@ -827,20 +827,9 @@ class Engine:
         self, token_ids: list[int], continuations: SequenceABC[Any]
     ) -> list[list[int]]:
         """Token ids of each continuation of a prompt, checked for length and capacity."""
-        if isinstance(continuations, (str, bytes)) or not isinstance(continuations, SequenceABC):
-            raise TypeError(
-                f"continuations: expected a list of texts or token id lists, got "
-                f"{type(continuations).__name__}; for one, pass a list of one"
-            )
-        if not continuations:
-            raise ValueError("continuations: expected at least one, got none")
-        after: list[int] | TextEnd = token_ids
-        if self.tokenizer is not None and any(isinstance(tail, str) for tail in continuations):
-            after = TextEnd(self.tokenizer, token_ids, skip_special_tokens=False)
-        tails = [
-            encode_continuation(self.tokenizer, tail, after=after, vocab_size=self.vocab_size)
-            for tail in continuations
-        ]
+        tails = encode_continuations(
+            self.tokenizer, continuations, after=token_ids, vocab_size=self.vocab_size
+        )
         longest = max(map(len, tails))
         self.limits.check_length(len(token_ids), longest - 1)  # the last token is scored, not run
         # The prompt is held while each continuation writes on in a copy of its last, open page.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from radixkv.continuations import encode_continuation
+from radixkv.continuations import encode_continuation, encode_continuations
 from radixkv.conversations import (
     Conversation,
     begin_conversation,
@@ -21,6 +21,7 @@ __all__ = [
     "begin_conversation",
     "continue_conversation",
     "encode_continuation",
+    "encode_continuations",
     "encode_prompt",
     "is_chat",
     "is_prompt",

@@ -172,14 +172,7 @@ def test_a_thousand_branches_share_every_page_until_they_write(tiny_model: Any, 
             forked: list[Any] = []
             calls = num_calls(lambda: forked.append(trunk.fork(1000)))
             (branches,) = forked
-            assert calls <= 60 * 1000  # the same few for each, however many pages they share
-            short = engine.open(prompt[:100])
-            short.fork()[0].close()
-            assert num_calls(lambda: forked.append(short.fork(1000))) == pytest.approx(
-                calls, rel=0.02
-            )
-            for branch in [short, *forked.pop()]:
-                branch.close()
+            assert calls <= 40 * 1000  # a few for each, though each holds 126 pages
             after = engine.cache.stats()
             assert after.pages_free == before.pages_free
             assert after.cow_copies == before.cow_copies
