@@ -58,36 +58,59 @@ _WINDOWS = re.compile(
     r"window|chunk_size|topk$|top_k$|keep_|local_attention|block_size|rel_extent|_floor$"
     r"|floor_scale|^original_max_position|max_distance|attention_len|compress"
 )
-_NO_WINDOWS = re.compile(r"layers|pattern|^use_|moe|expert|mamba|router|^patch|image|vision|audio")
+_NO_WINDOWS = re.compile(
+    r"layers|pattern|^use_|moe|expert|mamba|router|^patch|image|vision|audio|feed_forward"
+)
 _MLA = {"head_dim": 8, "qk_rope_head_dim": 8, "qk_head_dim": 24, "num_key_value_heads": 4}
+_PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 # What a type needs beside sizes.
 _NEEDS: dict[str, dict[str, Any]] = {
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
-    "dots1": {"n_routed_experts": 4, "first_k_dense_replace": 1},
+    "beam": {"rope_parameters": {"full_attention": _PLAIN, "sliding_attention": _PLAIN}},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": _PLAIN, "sliding_attention": _PLAIN},
+    },
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "dory": {
         "num_hidden_layers": 4, "n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1,
     },
-    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "dots1": {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    },
+    "gemma3n_text": {"num_hidden_layers": 4, "num_kv_shared_layers": 0},
+    "gemma4_assistant": {"hidden_size_per_layer_input": 0},
+    "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
-    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
+    "mamba2": {"hidden_size": 64, "num_heads": 8, "head_dim": 16},
+    "minimax": {"head_dim": 16},
+    "mixtral": {"head_dim": 16},
     "ministral": {"head_dim": 16, "num_key_value_heads": 2},
     "nemotron": {"num_key_value_heads": 2},
-    "reformer": {"is_decoder": True},
+    "reformer": {
+        "is_decoder": True, "axial_pos_embds_dim": [16, 48], "axial_pos_shape": [16, 16],
+    },
     "xmod": {"default_language": "en_XX", "is_decoder": True},
+    "zamba2": {"num_hidden_layers": 54},
 }  # fmt: skip
 VARIANTS = ("plain", "small", "past", "layers", "dynamic", "longrope", "yarn", "decoder")
 
 
-def tiny_config(model_type: str, variant: str = "plain", **changes: Any) -> Any:
-    """A tiny config of a type; None if it has nothing that ``variant`` could change."""
+def tiny_config(
+    model_type: str, variant: str = "plain", *, factors: int = 8, **changes: Any
+) -> Any:
+    """A tiny config of a type; None if it has nothing that ``variant`` could change.
+
+    Args:
+        factors: how many each list of longrope has: half of what RoPE turns of a head.
+    """
     from transformers import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[model_type]
     whole = kind(**_NEEDS.get(model_type, {})).to_dict()
     fields = {**_sizes(whole), **_NEEDS.get(model_type, {})}
-    more = _varied(whole, variant)
+    more = _varied(whole, variant, factors)
     if not more and variant != "plain":
         return None
     return kind(**_merged(_merged(fields, more), changes))
@@ -117,11 +140,11 @@ def _sizes(values: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _varied(values: dict[str, Any], variant: str) -> dict[str, Any]:
+def _varied(values: dict[str, Any], variant: str, factors: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, dict) and "model_type" in value and name == "text_config":
-            inner = _varied(value, variant)
+            inner = _varied(value, variant, factors)
             if inner:
                 found[name] = {**inner, "model_type": value["model_type"]}
     if variant in ("small", "past"):
@@ -134,44 +157,44 @@ def _varied(values: dict[str, Any], variant: str) -> dict[str, Any]:
                 found[name] = next(sizes, 33 if variant == "past" else 7)
         if set(found) <= {"use_sliding_window"}:
             return {}
+    if variant == "layers" and "layer_types" in values and "sliding_window" in values:
+        known = set(values["layer_types"] or ()) <= {"full_attention", "sliding_attention"}
+        if known:
+            found["layer_types"] = ["sliding_attention", "full_attention"] * 2
+            found["sliding_window"] = 16
+            if "use_sliding_window" in values:
+                found["use_sliding_window"] = True
     rope = values.get("rope_parameters")
-    if variant == "layers":
-        if "layer_types" in values and "sliding_window" in values:
-            known = set(values["layer_types"] or ()) <= {"full_attention", "sliding_attention"}
-            if known:
-                found["layer_types"] = ["sliding_attention", "full_attention"] * 2
-                found["sliding_window"] = 16
-        if isinstance(rope, dict) and any(isinstance(kind, dict) for kind in rope.values()):
-            found["rope_parameters"] = {
-                name: _rope("longrope" if "full" in name else "default", kind)
-                for name, kind in rope.items()
-            }
-    if variant in ("dynamic", "longrope", "yarn"):
-        if isinstance(rope, dict):
-            is_flat = not any(isinstance(kind, dict) for kind in rope.values())
-            found["rope_parameters"] = (
-                _rope(variant, rope)
-                if is_flat
-                else {name: _rope(variant, kind) for name, kind in rope.items()}
-            )
-        if found and "original_max_position_embeddings" in values:
+    kinds = [name for name, kind in (rope or {}).items() if isinstance(kind, dict)]
+    if variant == "layers" and kinds:
+        found["rope_parameters"] = {
+            name: _rope("longrope" if "full" in name else "default", rope[name], factors)
+            for name in kinds
+        }
+    if variant in ("dynamic", "longrope", "yarn") and isinstance(rope, dict):
+        found["rope_parameters"] = (
+            {name: _rope(variant, rope[name], factors) for name in kinds}
+            if kinds
+            else _rope(variant, rope, factors)
+        )
+        if "original_max_position_embeddings" in values:
             found["original_max_position_embeddings"] = 32
     if variant == "decoder" and values.get("is_decoder") is False:
         found["is_decoder"] = True
     return found
 
 
-def _rope(kind: str, plain: dict[str, Any]) -> dict[str, Any]:
-    rope = {"rope_theta": plain.get("rope_theta") or 1e4, "rope_type": kind}
-    if "partial_rotary_factor" in plain:
-        rope["partial_rotary_factor"] = plain["partial_rotary_factor"]
+def _rope(kind: str, plain: dict[str, Any], factors: int) -> dict[str, Any]:
+    rope = {"rope_theta": 1e4, **{k: v for k, v in plain.items() if v is not None}}
+    rope["rope_type"] = kind
     if kind == "dynamic":
         rope |= {"factor": 4.0}
     elif kind == "yarn":
         rope |= {"factor": 4.0, "original_max_position_embeddings": 32}
-    elif kind == "longrope":  # factors are cut to the head's size when it is known
+    elif kind == "longrope":
         rope |= {"factor": 8.0, "original_max_position_embeddings": 32}
-        rope |= {"short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)]}
+        rope |= {"short_factor": [1.0] * factors, "short_mscale": 1.0, "long_mscale": 1.1}
+        rope |= {"long_factor": [1.0 + i for i in range(factors)]}
     return rope
 
 
@@ -289,11 +312,18 @@ def _differs(model: Any, prompt: list[int], logits: torch.Tensor, result: Any) -
 
 def try_type(model_type: str, variant: str = "plain") -> Outcome | None:
     """One type in one variant; None if it has nothing to vary."""
-    try:
-        config = tiny_config(model_type, variant)
-    except Exception as error:
-        return Outcome("unbuilt", _said(error)[:300])
-    return None if config is None else try_config(config)
+    outcome = None
+    for factors in (8, 4, 2, 6, 3, 16) if variant in ("longrope", "layers") else (8,):
+        try:
+            config = tiny_config(model_type, variant, factors=factors)
+        except Exception as error:
+            return Outcome("unbuilt", _said(error)[:300])
+        if config is None:
+            return None
+        outcome = try_config(config)
+        if outcome.kind != "unbuilt" or "size of tensor" not in outcome.why:
+            break
+    return outcome
 
 
 def model_types() -> list[str]:

@@ -156,9 +156,7 @@ class PositionWatch(TorchFunctionMode):
                     rows = torch.tensor(positions, dtype=value.dtype, device=value.device)
                     return rows.expand(*value.shape[:-1], len(positions))
 
-                twin = copy.copy(module)  # some keep what the longest call left them
-                buffers = {k: b if b is None else b.clone() for k, b in module._buffers.items()}
-                twin.__dict__["_buffers"] = buffers
+                twin = _copied(module)  # some keep what the longest call left them
                 output = twin(*map(put, args), **{k: put(v) for k, v in keywords.items()})
                 return _tensors(output)
 
@@ -166,6 +164,15 @@ class PositionWatch(TorchFunctionMode):
             if felt is not None:
                 limit = felt
         return limit
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """A copy of ``module`` with buffers of its own, and so its children."""
+    twin = copy.copy(module)
+    buffers = {name: b if b is None else b.clone() for name, b in module._buffers.items()}
+    children = {name: m if m is None else _copied(m) for name, m in module._modules.items()}
+    twin.__dict__.update(_buffers=buffers, _modules=children)
+    return twin
 
 
 def _felt_from(
