@@ -41,7 +41,7 @@ _PROBE_TOKENS = 12  # of the self test; windows up to this length less one are e
 _PROBE_CUTS = (14, 15, 18, 45)
 _K_TOKENS = 128  # of the run that measures K
 _K_POSITIONS = 2048  # over which it spreads them: what RoPE turns has no mean worth taking off
-_TRIES = 8  # of a step while another thread calls train()
+_TRIES = 8  # of a step while another thread calls train() or switches adapters
 _OUTLIER_GAIN = 2.0  # how much larger K's error may be for want of a rotation, unsaid
 _LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 # Keywords that reach attention functions and do not change what a causal layer computes.
@@ -778,9 +778,9 @@ class ModelRunner:
                     paged.relay = None  # which leads back to it
             else:
                 raise RadixKVError(
-                    f"{type(self.model).__name__}: expected a model that stays in eval mode for a "
-                    f"step, got train() from another thread in each of {_TRIES}; train it between "
-                    f"requests"
+                    f"{type(self.model).__name__}: expected a model whose modes and adapters stay "
+                    f"for a step, got others from another thread in each of {_TRIES}; train it, or "
+                    f"switch its adapters, between requests"
                 )
             paged.check_served(self.model)
             return logits if self._keeps_logits else logits[batch.logit_rows]

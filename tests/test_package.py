@@ -70,6 +70,7 @@ IMPORT_ORDER = [
     "batch",
     "linear",
     "huge_pages",
+    "adapters",
     "layers",
     "hold",
     "watch",
