@@ -6,7 +6,7 @@ compiling, adapters and resizing do what they do without an engine. For a step, 
 
 * layers run the forwards of `radixkv.layers`,
 * attention goes where `radixkv.model.attending` says, through the model's configs,
-* every module is in eval mode,
+* every module is in eval mode, and notes whether its adapters are switched meanwhile,
 * what was compiled (`torch.compile`, ``model.compile()``) runs as it was written.
 
 Another thread that calls the model meanwhile gets the same values as ever.
@@ -24,6 +24,7 @@ from typing import Any
 
 from torch import nn
 
+from radixkv.adapters import AdapterGuard
 from radixkv.huge_pages import use_huge_pages
 from radixkv.layers import FusedLayer, Handler, StandIn, as_written, stand_in
 from radixkv.linear import SteadyLinear, linear_kernels
@@ -113,6 +114,7 @@ class Hold:
         with self._lock:
             self._stand_ins = found
             self._fused = [own for own in found.values() if isinstance(own, FusedLayer)]
+            self._guards = [own for own in found.values() if isinstance(own, AdapterGuard)]
             self._forwards = [(module.__dict__, own) for module, own in found.items()]
             self._every = [module.__dict__ for module in modules]
             self._moded = [place for place in self._every if "training" in place]
@@ -151,7 +153,7 @@ class Hold:
                 self._put()
             self._num_steps += 1
         try:
-            yield Step(self._moded)
+            yield Step(self._moded, self._guards)
         finally:
             with self._lock:
                 self._num_steps -= 1
@@ -179,6 +181,8 @@ class Hold:
             undo.append(partial(_attention.turn_back, configs))
             forwards = self._forwards
             undo.append(partial(_take_out, forwards))
+            for guard in self._guards:
+                guard.begin()
             for place, own in forwards:
                 place.setdefault("forward", own)
         except BaseException:
@@ -250,15 +254,20 @@ class Step:
 
     Args:
         places: the ``__dict__`` of each module that has a mode.
+        guards: of the layers that have adapters.
     """
 
-    def __init__(self, places: list[dict[str, Any]]) -> None:
-        self._places = places
+    def __init__(self, places: list[dict[str, Any]], guards: list[AdapterGuard]) -> None:
+        self._places, self._guards = places, guards
+        self._switches = sum(guard.switches for guard in guards)
 
     @property
     def is_calm(self) -> bool:
-        """Whether all is still in eval mode: another thread may have called ``train()``."""
-        return not any(map(_is_training, self._places))
+        """Whether modes and adapters stayed: another thread may have called ``train()``, say."""
+        return (
+            not any(map(_is_training, self._places))
+            and sum(guard.switches for guard in self._guards) == self._switches
+        )
 
 
 def _config_of(module: nn.Module) -> Any:

@@ -18,9 +18,9 @@ from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from langchain_core.prompt_values import ChatPromptValue, ImagePromptValue, PromptValue
 from pydantic import Field, InstanceOf
 
-from radixkv.adapters import answer_key, merge_params, one_sample
 from radixkv.config import SamplingParams
 from radixkv.engine import Engine
+from radixkv.integration import answer_key, merge_params, one_sample
 from radixkv.request import Delta, Result
 from radixkv.text import tokenizer_lock
 

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from radixkv.adapters import AdapterGuard, is_adapted
 from radixkv.linear import SteadyActivation, SteadyLinear, can_multiply, linear_kernels
 
 Handler = Callable[[nn.Module, Tensor, Tensor, Tensor, Mapping[str, Any]], Tensor]
@@ -529,8 +530,8 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.dtype is torch.float32 and tensor.is_cpu and tensor.is_contiguous()
 
 
-StandIn = SteadyLinear | SteadyActivation | FusedLayer
-_OWN_FORWARDS = (SteadyLinear, SteadyActivation, FusedLayer, type(None))
+StandIn = SteadyLinear | SteadyActivation | FusedLayer | AdapterGuard
+_OWN_FORWARDS = (SteadyLinear, SteadyActivation, FusedLayer, AdapterGuard, type(None))
 
 
 def is_stand_in(forward: Any) -> bool:
@@ -560,6 +561,8 @@ def stand_in(module: nn.Module, handler: Callable[[], Handler | None]) -> StandI
     """
     if not is_stand_in(module.__dict__.get("forward")):
         return None  # another forward may do more
+    if is_adapted(module):
+        return AdapterGuard(module)
     if _is_linear(module):
         return SteadyLinear(module)
     if _is_activation(module):

@@ -32,9 +32,9 @@ from llama_index.core.llms import CustomLLM
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from pydantic import Field, InstanceOf, computed_field
 
-from radixkv.adapters import answer_key, merge_params, one_sample
 from radixkv.config import SamplingParams
 from radixkv.engine import Engine
+from radixkv.integration import answer_key, merge_params, one_sample
 from radixkv.request import Result
 
 

@@ -40,7 +40,7 @@ from radixkv.watch import inference_places, make_normal, plain_tensors
 _PROBE_CUTS = (14, 15, 18, 45)
 _K_TOKENS = 128  # of the run that measures K
 _K_POSITIONS = 2048  # over which it spreads them: what RoPE turns has no mean worth taking off
-_TRIES = 8  # of a step while another thread calls train()
+_TRIES = 8  # of a step while another thread calls train() or switches adapters
 _OUTLIER_GAIN = 2.0  # how much larger K's error may be for want of a rotation, unsaid
 
 
@@ -493,9 +493,9 @@ class ModelRunner:
                     paged.relay = None  # which leads back to it
             else:
                 raise RadixKVError(
-                    f"{type(self.model).__name__}: expected a model that stays in eval mode for a "
-                    f"step, got train() from another thread in each of {_TRIES}; train it between "
-                    f"requests"
+                    f"{type(self.model).__name__}: expected a model whose modes and adapters stay "
+                    f"for a step, got others from another thread in each of {_TRIES}; train it, or "
+                    f"switch its adapters, between requests"
                 )
             paged.check_served(self.model)
             return logits if self._keeps_logits else logits[batch.logit_rows]

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from radixkv.adapters import adapter_state, is_adapted
 from radixkv.layers import is_stand_in, own_forward
 
 _HASH_BYTES = 1 << 26  # of a tensor that are copied at a time to be hashed
 _SAMPLES = 4  # elements of each tensor that are compared, spread over it
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ADAPTER_FIELDS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 _PLAIN = (bool, int, float, str, type(None))
 _COPY_BYTES = 1 << 22  # of a buffer whose content is kept, to be put back
 _TIMES = 2  # that a forward writes a buffer before that is taken for its habit
@@ -259,7 +259,7 @@ class WeightWatch:
             and _in_place(self._weights)
             and [tensor._version for tensor in self._counted] == self._versions
             and [tensor.data_ptr() for tensor in self._plain] == self._addresses
-            and [_adapter(place) for place in self._adapted] == self._adapters
+            and [adapter_state(place) for place in self._adapted] == self._adapters
             and [np.concatenate(samples).tobytes() for samples in self._samples] == self._sampled
         )
 
@@ -298,12 +298,8 @@ class WeightWatch:
         self._uncounted = [one for one in self._plain if one.is_inference()]
         self._versions = [tensor._version for tensor in self._counted]
         self._addresses = [tensor.data_ptr() for tensor in self._plain]
-        self._adapted = [
-            m.__dict__
-            for m in modules
-            if "_active_adapter" in m.__dict__ or hasattr(type(m), "_active_adapter")
-        ]
-        self._adapters = [_adapter(place) for place in self._adapted]
+        self._adapted = [module.__dict__ for module in modules if is_adapted(module)]
+        self._adapters = [adapter_state(place) for place in self._adapted]
         samples = [_spread(tensor) for tensor in self._plain if _readable(tensor)]
         widths = sorted({sample.dtype.itemsize for sample in samples})
         self._samples = [[s for s in samples if s.dtype.itemsize == width] for width in widths]
@@ -408,18 +404,6 @@ def _places(found: Iterable[tuple[dict[str, Any], str, Any]]) -> _Places:
 def _in_place(places: _Places) -> bool:
     dicts, names, values = places
     return all(map(operator.is_, map(dict.get, dicts, names), values))
-
-
-def _adapter(place: dict[str, Any]) -> tuple[Any, ...]:
-    """What of an adapter's layer says what is on, as peft's layers have it."""
-    get = place.get
-    active, merged, scaling = get("_active_adapter"), get("merged_adapters"), get("scaling")
-    return (
-        active if isinstance(active, str) else tuple(active or ()),
-        get("_disable_adapters", False),
-        tuple(merged) if merged else (),
-        tuple(scaling.items()) if isinstance(scaling, dict) else scaling,
-    )
 
 
 def _plain_state(place: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from radixkv import Engine, KVConfig
 from radixkv.batch import Run
 from radixkv.hold import hold
-from radixkv.linear import SteadyActivation, SteadyLinear
+from radixkv.linear import SteadyActivation, SteadyLinear, multiply
 from radixkv.model import ModelRunner, attending
 from radixkv.models import prepare_small_model
 
@@ -126,6 +126,37 @@ def test_any_shape_is_close_to_the_plain_one_and_steady(
         release()
         assert "forward" not in model[0].__dict__
         assert torch.equal(model(rows), plain)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_rows=st.integers(1, 40),
+    num_inputs=st.integers(1, 600),
+    num_outputs=st.integers(1, 200),
+    num_threads=st.integers(1, 4),
+    has_bias=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_products_with_weights_that_lie_across_equal_float64_and_feel_no_neighbours(
+    num_rows: int, num_inputs: int, num_outputs: int, num_threads: int, has_bias: bool, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_rows, num_inputs, generator=generator)
+    weight = torch.randn(num_inputs, num_outputs, generator=generator)
+    bias = torch.randn(num_outputs, generator=generator) if has_bias else None
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        got = multiply(x, weight.t(), bias)
+        alone = torch.cat([multiply(row[None], weight.t(), bias) for row in x])
+    finally:
+        torch.set_num_threads(before)
+    expected = x.double() @ weight.double() + (0.0 if bias is None else bias.double())
+    sizes = x.double().abs() @ weight.double().abs() + (0.0 if bias is None else bias.abs())
+    # A rounding for each input of a chunk, each chunk, the bias and the two operands.
+    roundings = min(num_inputs, 256) + num_inputs // 256 + 4
+    assert ((got - expected).abs() <= roundings * 2**-24 * sizes).all()
+    assert torch.equal(got, alone)
 
 
 @settings(max_examples=40, deadline=None)
