@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import threading
 import time
 import warnings
@@ -421,9 +422,10 @@ class Lease:
     ) -> None:
         self.release()
 
-    def __del__(self) -> None:
-        # May run at any moment, also inside another cache call: only queue, never lock.
-        if not getattr(self, "_released", True):
+    def __del__(self, _is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        # May run at any moment, also inside another cache call: only queue, never lock. When the
+        # interpreter ends, modules are empty, and nobody wants the pages back.
+        if not getattr(self, "_released", True) and not _is_ending():
             self._released = True
             self._cache._leases.pop(id(self), None)
             self._cache._returned.append(self._pages[: self._num_pages])
