@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import sys
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from radixkv.cache import Lease, PrefixCache
@@ -283,10 +284,11 @@ class Branch:
             self._lease.release()
         self._lease = lease
 
-    def __del__(self) -> None:
-        # A forgotten branch gives its pages back at once. May run at any moment: never wait.
+    def __del__(self, _is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        # A forgotten branch gives its pages back at once. May run at any moment: never wait. When
+        # the interpreter ends, modules are empty, and nobody wants the pages back.
         lease = getattr(self, "_lease", None)
-        if lease is not None:
+        if lease is not None and not _is_ending():
             lease.abandon()
 
     def _check_open(self) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from radixkv.request import Delta, Request
@@ -66,9 +67,10 @@ class Stream(Iterator[Delta]):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
+    def __del__(self, _is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
         # May run at any moment, also inside a call that holds the cache's lock: never wait here.
-        if hasattr(self, "_ready") and not self.request.done:
+        # When the interpreter ends, modules are empty, and engines were closed before.
+        if hasattr(self, "_ready") and not self.request.done and not _is_ending():
             self.request.aborted = True
             with self._engine._wake:
                 self._engine._wake.notify_all()
