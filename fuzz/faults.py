@@ -132,7 +132,7 @@ def points(tokenizer: Any, model: Any) -> list[tuple[str, Any, str]]:
         ("allocation: copy of a page", pool.PageStorage, "copy_page"),
         ("allocation: eviction", radix.RadixTree, "evict"),
         ("allocation: node", radix.RadixTree, "insert"),
-        ("allocation: lease", cache.PrefixCache, "acquire"),
+        ("allocation: lease", cache.PrefixCache, "try_acquire"),
         ("allocation: match", cache.PrefixCache, "match"),
         ("allocation: extend", cache.Lease, "extend_encoded"),
         ("allocation: fork", cache.Lease, "fork"),
