@@ -65,6 +65,8 @@ IMPORT_ORDER = [
     "tiles",
     "triton_backend",
     "attention",
+    "whole_file",
+    "snapshot_file",
     "snapshot",
     "stats",
     "guard",
