@@ -68,6 +68,8 @@ IMPORT_ORDER = [
     "tiles",
     "triton_backend",
     "attention",
+    "whole_file",
+    "snapshot_file",
     "snapshot",
     "cache_stats",
     "guard",
