@@ -24,8 +24,8 @@ import torch
 from radixkv.cache import _ALL, Lease, Pin, PrefixCache
 from radixkv.config import KVConfig
 from radixkv.errors import CapacityError
-from radixkv.pool import load_kernel
 from radixkv.quant import KVSpec
+from radixkv.radix import EXPIRED
 
 PLAIN = os.environ.get("RADIXKV_PLAIN_TREE") == "1"
 NUM_LAYERS = 2
@@ -455,7 +455,7 @@ class World:
         for table in self.tree.values():
             for cached in table.values():
                 if cached.expires is not None and cached.expires <= self.now:
-                    cached.priority, cached.expires = load_kernel().EXPIRED, None
+                    cached.priority, cached.expires = EXPIRED, None
 
     def evict(self, num_tokens: int) -> None:
         before = left = sum(self._fills())

@@ -30,6 +30,7 @@ from radixkv.errors import SnapshotError
 from radixkv.pool import NULL_PAGE, PageIds, PagePool
 from radixkv.quant import KVCodec, KVFormat, LayerPages
 from radixkv.radix import (
+    EXPIRED,
     MAX_TOKEN_ID,
     Node,
     RadixTree,
@@ -38,6 +39,7 @@ from radixkv.radix import (
     common_prefix,
     namespace_key,
 )
+from radixkv.trees import make_tree
 
 FORMAT_VERSION = 1
 TOKEN_BYTES = 4  # of a token id in the file, big-endian
@@ -370,8 +372,7 @@ def collect(
     ttls = [math.nan if n.expires is None else max(0.0, n.expires - now) for n in nodes]
     pages = [n.page_ids[: -(-size // tree.page_size)] for n, size, _ in rows]
     edges = [node.tokens[:size] for node, size, _ in rows]
-    expired = tree.kernel.EXPIRED
-    priorities = [_EXPIRED if n.priority == expired else max(n.priority, low + 1) for n in nodes]
+    priorities = [_EXPIRED if n.priority == EXPIRED else max(n.priority, low + 1) for n in nodes]
     saved = SavedTree(
         tree.page_size,
         tuple(names),
@@ -800,8 +801,8 @@ def merge(target: Path_, sources: Iterable[Path_], *, progress: bool = False) ->
             where = str(file.path)
             require_equal(where, "geometry or KV format", file.layout, first.layout)
             require_equal(where, "model", file.fingerprint, first.fingerprint)
-        pool = PagePool(sum(file.num_pages for file in files))
-        tree = RadixTree(first.page_size, pool)
+        tree = make_tree(first.page_size, sum(file.num_pages for file in files))
+        pool = tree.pool
         source_of = np.zeros((pool.num_pages + 1, 2), dtype=np.int64)  # of a page: file, place
 
         for number, file in enumerate(files):

@@ -61,6 +61,8 @@ IMPORT_ORDER = [
     "costs",
     "reference",
     "pool",
+    "compiled_tree",
+    "trees",
     "cpu_backend",
     "tiles",
     "triton_backend",

@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixkv.pool import PagePool, load_kernel
+from radixkv.pool import load_kernel
 from radixkv.radix import (
     MAX_TOKEN_ID,
-    RadixTree,
     common_prefix,
     decode_tokens,
     encode_tokens,
 )
+from radixkv.trees import make_tree
 
 runs = st.lists(st.integers(0, 3), max_size=300)
 
@@ -29,8 +29,8 @@ class Owner:
     checked = True
 
     def __init__(self, page_size: int, num_pages: int, eviction: str = "lru") -> None:
-        self.pool = PagePool(num_pages, plain=self.plain)
-        self.tree = RadixTree(page_size, self.pool, eviction)
+        self.tree = make_tree(page_size, num_pages, eviction, plain=self.plain)
+        self.pool = self.tree.pool
 
     def insert(self, token_ids: list[int], namespace: Hashable = None) -> list[int]:
         tokens = encode_tokens(token_ids)
@@ -152,8 +152,8 @@ def test_a_match_ends_inside_a_page_at_the_child_that_shares_most() -> None:
 
 def test_five_thousand_prompts_that_each_extend_the_last_need_no_recursion() -> None:
     """POOL-6: page size 1, prompt i is 1..i; an edge grows in place, branches nest."""
-    pool = PagePool(30_000, plain=Owner.plain)
-    tree = RadixTree(1, pool)
+    tree = make_tree(1, 30_000, plain=Owner.plain)
+    pool = tree.pool
     ids = list(range(1, 5001))
 
     def put(token_ids: list[int]) -> None:
