@@ -253,12 +253,12 @@ class Twins:
 
     def save_and_load(self) -> None:
         """Both write the same file; it is loaded into new ones of another size, and used on."""
-        tokens = self.tokens()
+        prefixes = [self.tokens(), self.tokens()] if self.source.below(3) == 0 else None
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "snapshot"
 
             def save(cache: PrefixCache) -> bytes:
-                cache.save(path, prefixes=[tokens] if self.source is None else None)
+                cache.save(path, prefixes=prefixes)
                 return path.read_bytes()
 
             self.equal(save)
@@ -281,7 +281,6 @@ class Twins:
         self.equal(lambda cache: cache.pool.stand_ins())
         self.equal(lambda cache: (cache.pool.num_free, cache.pool.num_evictable))
         self.equal(lambda cache: (cache.tree.clock, cache.tree.room))
-        self.equal(lambda cache: [expires for expires, _, _ in sorted(cache.tree.expiries)])
         for pair in self.leases:
             self.equal(lambda lease: lease.page_ids.tolist(), pair)
 

@@ -466,7 +466,7 @@ def allocate(counts, links, keys, tokens, queues, pages, count):
 @_jit
 def digest(tokens, start, count, depth):
     """A hash of a page's tokens and its place: tells what was evicted, never what is there."""
-    value = depth + 1
+    value = (depth + 1) << 31  # above all bits of a token, or they would make up for each other
     for i in range(start, start + count):
         value = ((value ^ tokens[i]) * 0x100000001B3) & 0xFFFFFFFFFFFFFFF
         value ^= value >> 29

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from radixkv.compiled_tree import CompiledPool, CompiledTree
+from radixkv.plain_tree import PlainPool, PlainTree
 from radixkv.pool import load_kernel, plain_is_wanted
 from radixkv.radix import RadixTree
 
@@ -18,5 +19,7 @@ def make_tree(
         eviction: which tail goes first: ``"lru"``, ``"lfu"`` or ``"priority"``.
         plain: the plain tree. None takes it where RADIXKV_PLAIN_TREE=1 is in the environment.
     """
-    kernel = load_kernel(plain_is_wanted() if plain is None else plain)
+    if plain_is_wanted() if plain is None else plain:
+        return PlainTree(page_size, PlainPool(num_pages, eviction))
+    kernel = load_kernel()
     return CompiledTree(page_size, CompiledPool(num_pages, kernel), eviction)

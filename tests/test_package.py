@@ -61,6 +61,7 @@ IMPORT_ORDER = [
     "costs",
     "reference",
     "pool",
+    "plain_tree",
     "compiled_tree",
     "trees",
     "cpu_backend",
