@@ -737,7 +737,11 @@ def expire(counts, links, keys, tokens, queues, pages, count, expires):
 
 @_jit
 def clear(counts, links, keys, tokens, queues, root):
-    """Take every page below a root from the tree; returns how many are free now."""
+    """Take every page below a root from the tree; returns how many are free now.
+
+    From the last sibling to the first, and what follows one before the next: the order in which
+    pages are handed out again does not tell of the treap's shape.
+    """
     before = counts[NUM_FREE]
     page = links[root, CHILDREN]
     links[root, CHILDREN] = 0
@@ -745,13 +749,19 @@ def clear(counts, links, keys, tokens, queues, root):
     if page:
         links[page, PARENT] = 0
     while page:  # PARENT is the stack of pages still to be visited
+        later = links[page, RIGHT]
+        if later:  # they come first; the page stays on the stack
+            links[page, RIGHT] = 0
+            links[later, PARENT] = page
+            page = later
+            continue
         rest = links[page, PARENT]
-        for side in range(CHILDREN, RIGHT + 1):
+        for side in (LEFT, CHILDREN):
             other = links[page, side]
             if other:
                 links[other, PARENT] = rest
                 rest = other
-        links[page, CHILDREN] = links[page, PARENT] = 0
+        links[page, CHILDREN] = links[page, LEFT] = links[page, PARENT] = 0
         counts[NUM_TOKENS] -= links[page, FILL]
         _leave(counts, links, keys, queues, page)
         page = rest
