@@ -1,4 +1,4 @@
-"""Pages as a tree: match, commit, own and evict, over plain arrays; compiled if Numba is there.
+"""Pages as a tree: match, commit, own and evict, over plain arrays; compiled by Numba.
 
 Every page of the tree is a node: it holds up to ``page_size`` tokens that follow those of its
 parent. Siblings stand in a treap, a binary tree ordered by their tokens whose shape is drawn by
@@ -11,8 +11,8 @@ is given back in the order of its last use, as nearly all are, is appended to a 
 has children or not: its children stand there before it, and what is at the head has none. All
 others stand in a heap once they have no children, the next to go on top.
 
-Nothing here allocates, recurses or raises. Loaded under a name that ends in ``_plain``, or where
-Numba is not installed, the same source runs as plain Python over memoryviews: the slow twin.
+Nothing here allocates, recurses or raises. The same structure as Python objects, which gives the
+same answers to the page id, is `radixkv.plain_tree`: what this does is to be read there.
 
 The arrays; all rows are page ids, 0 is none, rows above ``counts[NUM_PAGES]`` are the roots of
 namespaces, which have children alone:
@@ -30,21 +30,13 @@ namespaces, which have children alone:
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-COMPILED = not __name__.endswith("_plain")
-if COMPILED:
-    try:
-        from llvmlite import ir
-        from numba import njit, types
-        from numba.core import cgutils
-        from numba.extending import intrinsic
-    except ImportError:
-        COMPILED = False
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 # counts
 NUM_PAGES, PAGE_SIZE, POLICY, NUM_FREE, NUM_EVICTABLE, NUM_QUEUED = range(6)
@@ -79,26 +71,14 @@ IN_TREE = 1 << 28
 OWNERS = IN_TREE - 1
 LONE = IN_TREE + 1  # the tree alone owns it
 
-Array = Any
-
 
 def _jit(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile what is called from Python."""
-    if COMPILED:
-        return njit(cache=True, error_model="numpy", _nrt=False)(function)
-
-    @functools.wraps(function)
-    def on_memory(*arguments: Any) -> Any:
-        # Plain Python reads a memoryview twice as fast as an array.
-        return function(*[memoryview(a) if isinstance(a, np.ndarray) else a for a in arguments])
-
-    return on_memory
+    return njit(cache=True, error_model="numpy", _nrt=False)(function)
 
 
 def _inline(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile what is called from here alone, into its callers: a call costs more than it does."""
-    if not COMPILED:
-        return function
     return njit(
         cache=True,
         error_model="numpy",
@@ -109,26 +89,24 @@ def _inline(function: Callable[..., Any]) -> Callable[..., Any]:
     )(function)
 
 
-if COMPILED:
+@intrinsic
+def _prefetch(_, links, row):
+    """Let the processor fetch a row in the background."""
 
-    @intrinsic
-    def _prefetch(_, links, row):
-        """Let the processor fetch a row in the background."""
+    def emit(context, builder, signature, arguments):
+        links_type, row_type = signature.args
+        array = context.make_array(links_type)(context, builder, arguments[0])
+        at = context.cast(builder, arguments[1], row_type, types.intp)
+        start = at.type(0)
+        item = cgutils.get_item_pointer(context, builder, links_type, array, [at, start])
+        address = builder.bitcast(item, cgutils.voidptr_t)
+        number = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [address.type, number, number, number])
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [address.type], kind)
+        builder.call(prefetch, [address, number(0), number(3), number(1)])  # to read, data
+        return context.get_dummy_value()
 
-        def emit(context, builder, signature, arguments):
-            links_type, row_type = signature.args
-            array = context.make_array(links_type)(context, builder, arguments[0])
-            at = context.cast(builder, arguments[1], row_type, types.intp)
-            start = at.type(0)
-            item = cgutils.get_item_pointer(context, builder, links_type, array, [at, start])
-            address = builder.bitcast(item, cgutils.voidptr_t)
-            number = ir.IntType(32)
-            kind = ir.FunctionType(ir.VoidType(), [address.type, number, number, number])
-            prefetch = builder.module.declare_intrinsic("llvm.prefetch", [address.type], kind)
-            builder.call(prefetch, [address, number(0), number(3), number(1)])  # to read, data
-            return context.get_dummy_value()
-
-        return types.void(links, row), emit
+    return types.void(links, row), emit
 
 
 @_jit
@@ -156,7 +134,8 @@ def copy_tokens(every, source, target, num_tokens):
 # --- siblings --------------------------------------------------------------------------------
 
 
-def _shared_loop(a: Array, a_start: int, b: Array, b_start: int, most: int) -> int:
+@_inline
+def _shared(a, a_start, b, b_start, most):
     """How many tokens two runs share from their beginning; mostly all of them."""
     one, other = a[a_start : a_start + most], b[b_start : b_start + most]
     differ = 0
@@ -168,19 +147,6 @@ def _shared_loop(a: Array, a_start: int, b: Array, b_start: int, most: int) -> i
         while one[shared] == other[shared]:
             shared += 1
     return shared
-
-
-def _shared_slices(a: Array, a_start: int, b: Array, b_start: int, most: int) -> int:
-    """The same with one bulk compare for runs that are equal: faster as plain Python."""
-    if a[a_start : a_start + most] == b[b_start : b_start + most]:
-        return most
-    shared = 0
-    while a[a_start + shared] == b[b_start + shared]:
-        shared += 1
-    return shared
-
-
-_shared = _inline(_shared_loop) if COMPILED else _shared_slices
 
 
 def rank(page):
@@ -589,8 +555,7 @@ def _evict(counts, links, keys, tokens, queues, num_pages):
     freed = seen = 0
     page = ahead = _next_to_go(counts, links, keys, queues)
     while page and freed < num_pages:
-        if COMPILED:
-            ahead, seen = _fetch_ahead(links, ahead, seen, min(num_pages, freed + LOOK_AHEAD))
+        ahead, seen = _fetch_ahead(links, ahead, seen, min(num_pages, freed + LOOK_AHEAD))
         _unqueue(counts, links, keys, queues, page)
         parent = _unlink(counts, links, keys, page)
         counts[NUM_EVICTABLE] -= 1

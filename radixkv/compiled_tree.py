@@ -210,7 +210,6 @@ class CompiledTree(RadixTree):
             and token_ids.dtype is _INT64
             and token_ids.ndim == 1
             and token_ids.flags.carray
-            and self.kernel.COMPILED
         ):
             tokens: Tokens = np.empty(token_ids.size, _INT32)
             if self.kernel.narrow(token_ids, tokens):

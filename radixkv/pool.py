@@ -11,9 +11,8 @@ a page is free at 0 and evictable when the tree alone owns it.
 from __future__ import annotations
 
 import functools
-import importlib.util
+import logging
 import os
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import ModuleType
@@ -29,29 +28,26 @@ if TYPE_CHECKING:
 
     from radixkv.quant import KVCodec, LayerPages
 
+logger = logging.getLogger("radixkv")
+
 NULL_PAGE = 0  # padding reads and writes land here; never handed out, outside the capacity
 
 PageIds = NDArray[np.int64]  # as wide as an index: NumPy gathers by it three times as fast
 
 
 @functools.cache
-def load_kernel(plain: bool = False) -> ModuleType:
-    """The functions over pages in ``kernels/tree.py``: compiled by Numba, or as plain Python.
+def load_kernel() -> ModuleType | None:
+    """The compiled functions over pages, ``kernels/tree.py``; None where Numba is not installed.
 
-    Without Numba, or with RADIXKV_PLAIN_TREE=1 in the environment, a `PagePool` takes the plain
-    ones. Imported here, because it loads Numba.
+    Imported here, because it loads Numba.
     """
-    from radixkv_kernels import tree
-
+    try:
+        from radixkv_kernels import tree
+    except ImportError as error:
+        logger.info("the tree runs as plain Python, without its compiled functions: %s", error)
+        return None
     compiled: ModuleType = tree
-    if not plain or not tree.COMPILED:
-        return compiled
-    name = "radixkv_kernels.tree_plain"
-    spec = importlib.util.spec_from_file_location(name, tree.__file__)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return compiled
 
 
 def plain_is_wanted() -> bool:
@@ -246,8 +242,8 @@ class PageStorage:
         # On a CPU the copies go through NumPy, whose calls cost a tenth of torch's.
         on_host = device.type == "cpu"
         self._copied: tuple[Any, ...] = tuple(t.numpy() if on_host else t for t in copied)
-        kernel = load_kernel(plain_is_wanted())
-        self._copy_tokens = kernel.copy_tokens if on_host and kernel.COMPILED else _copy_tokens
+        kernel = load_kernel() if on_host and not plain_is_wanted() else None
+        self._copy_tokens = _copy_tokens if kernel is None else kernel.copy_tokens
 
     def layer(self, layer_idx: int) -> LayerPages:
         """Views of one layer's tensors."""

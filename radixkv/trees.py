@@ -17,9 +17,14 @@ def make_tree(
         page_size: tokens of a page.
         num_pages: pages that can be used.
         eviction: which tail goes first: ``"lru"``, ``"lfu"`` or ``"priority"``.
-        plain: the plain tree. None takes it where RADIXKV_PLAIN_TREE=1 is in the environment.
+        plain: the one that is to be read, not the compiled one. None is where there is no Numba, or
+            where RADIXKV_PLAIN_TREE=1 is in the environment.
+    Raises:
+        ImportError: the compiled one was asked for, and Numba is not installed.
     """
-    if plain_is_wanted() if plain is None else plain:
-        return PlainTree(page_size, PlainPool(num_pages, eviction))
-    kernel = load_kernel()
-    return CompiledTree(page_size, CompiledPool(num_pages, kernel), eviction)
+    kernel = None if plain or (plain is None and plain_is_wanted()) else load_kernel()
+    if kernel is not None:
+        return CompiledTree(page_size, CompiledPool(num_pages, kernel), eviction)
+    if plain is False:
+        raise ImportError("plain: expected Numba for the compiled tree, found none; install numba")
+    return PlainTree(page_size, PlainPool(num_pages, eviction))
