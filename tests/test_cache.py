@@ -498,6 +498,12 @@ def test_what_a_step_costs_does_not_grow_with_the_tree(
     assert large.match_us < 3 * small.match_us
     assert large.evict_us < 3 * small.evict_us
     assert large.host_bytes_per_token < most  # with leaves of one page, too
+
+
+def test_what_a_turn_costs_does_not_grow_with_the_conversation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RADIXKV_PLAIN_TREE", "0")  # the plain one walks along the conversation
     turns = run_turns(400)
     assert np.median(turns[-100:]) < 3 * np.median(turns[:100])
 
