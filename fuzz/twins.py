@@ -1,4 +1,4 @@
-"""The compiled tree and the plain one side by side: same calls, same answers, same evictions.
+"""The plain tree and the compiled one side by side: same calls, same answers, same evictions.
 
     python -m fuzz.twins --steps 20000
 
@@ -11,8 +11,8 @@ here pools are larger than it could follow, and more is asked: explanations, pic
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
-import os
 import sys
 import tempfile
 import traceback
@@ -20,17 +20,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from fuzz.driver import NAMESPACES, Bytes, Seeded, Source
-from radixkv.cache import Lease, Pin, PrefixCache
-from radixkv.compiled_tree import CompiledTree
+from fuzz.mirror import Mirror, compare, mirrored_cache
+from radixkv.cache import PrefixCache
 from radixkv.config import EVICTIONS, KVConfig
 from radixkv.errors import CapacityError
-from radixkv.plain_tree import PlainTree
 from radixkv.quant import KVSpec
-from radixkv.radix import RadixTree, encode_tokens
+from radixkv.radix import encode_tokens
 
 PAGE_SIZES = (1, 4, 16, 64)
 SPEC = KVSpec(num_layers=1, num_kv_heads=1, head_dim=1)
@@ -39,45 +37,33 @@ LONGEST = 400  # tokens of a sequence
 Tokens = tuple[int, ...]
 
 
-def make_cache(page_size: int, num_pages: int, eviction: str, *, plain: bool) -> PrefixCache:
-    """A cache on the one tree or the other."""
-    before = os.environ.get("RADIXKV_PLAIN_TREE", "0")
-    os.environ["RADIXKV_PLAIN_TREE"] = str(int(plain))
-    try:
-        capacity = num_pages * page_size * ROW_BYTES
-        config = KVConfig(
-            dtype="model", page_size=page_size, capacity=capacity, eviction=eviction, pin_share=0.6
-        )
-        cache = PrefixCache(SPEC, config, backend="torch")
-    finally:
-        os.environ["RADIXKV_PLAIN_TREE"] = before
-    assert type(cache.tree) is (PlainTree if plain else CompiledTree)
-    return cache
-
-
 class Twins:
-    """Two caches, and operations on both, drawn from a source of numbers."""
+    """Operations on a mirrored cache, drawn from a source of numbers."""
 
     def __init__(self, source: Source, page_size: int, eviction: str) -> None:
         self.source = source
         self.page_size = page_size
-        self.num_pages = 3 + source.below(16) * source.below(6)
         self.alphabet = 2 + source.below(3)
         self.eviction = eviction
         self.now = 0.0
-        self.leases: list[tuple[Lease, Lease]] = []
-        self.pins: list[tuple[Pin, Pin]] = []
         self.known: list[Tokens] = []
         self.renew()
 
     def renew(self) -> None:
-        """Two empty caches."""
-        self.caches = tuple(
-            make_cache(self.page_size, self.num_pages, self.eviction, plain=plain)
-            for plain in (False, True)
+        """An empty cache of another size."""
+        num_pages = 3 + self.source.below(16) * self.source.below(6)
+        config = KVConfig(
+            dtype="model",
+            page_size=self.page_size,
+            capacity=num_pages * self.page_size * ROW_BYTES,
+            eviction=self.eviction,
+            pin_share=0.6,
         )
-        for cache in self.caches:
-            cache._now = lambda: self.now
+        self.cache = mirrored_cache(SPEC, config)
+        assert isinstance(self.cache, Mirror), "the compiled tree needs Numba"
+        self.cache._now = lambda: self.now
+        self.leases: list[Any] = []
+        self.pins: list[Any] = []
 
     # --- what is drawn -----------------------------------------------------------------
 
@@ -108,148 +94,105 @@ class Twins:
 
     # --- operations --------------------------------------------------------------------
 
-    def both(self, call: Callable[[Any], Any], pair: tuple[Any, ...] | None = None) -> Any:
-        """The call's value for each of the two; both raise the same error or neither does."""
-        values, errors = [], []
-        for one in self.caches if pair is None else pair:
-            try:
-                values.append(call(one))
-                errors.append(None)
-            except CapacityError as error:
-                errors.append(str(error))
-        assert errors[0] == errors[1], errors
-        return tuple(values) if values else None
-
-    def equal(self, call: Callable[[Any], Any], pair: tuple[Any, ...] | None = None) -> Any:
-        """As `both`; the values are equal, and one is returned."""
-        values = self.both(call, pair)
-        if values is None:
-            return None
-        assert values[0] == values[1], values
-        return values[0]
-
     def step(self) -> None:
-        """Do one operation; compare everything."""
+        """Do one operation, which may find no room; compare everything."""
         below = self.source.below
         operations: list[tuple[int, Callable[[], object]]] = [
-            (8, lambda: self.acquire(whole=False)),
-            (20, lambda: self.acquire(whole=True)),
+            (8, self.acquire),
+            (20, self.use_once),
             (3, self.pin),
-            (3, lambda: self.evict(below(6 * self.page_size))),
+            (3, lambda: self.cache.evict(below(6 * self.page_size))),
             (2, lambda: self.advance(below(3))),
             (3, self.look),
         ]
         if self.leases:
-            pair = self.leases[below(len(self.leases))]
-            size = pair[0].num_tokens
+            lease = self.leases[below(len(self.leases))]
             operations += [
-                (8, lambda: self.extend(pair, self.tokens()[: below(2 * self.page_size + 2)])),
-                (4, lambda: self.leases.append(self.both(lambda lease: lease.fork(), pair))),
-                (2, lambda: self.cut(pair, below(size + 1))),
-                (6, lambda: self.commit(pair, size)),
-                (3, lambda: self.commit(pair, below(size + 1))),
-                (3, lambda: self.own(pair)),
-                (6 + 2 * len(self.leases), lambda: self.release(pair)),
+                (8, lambda: self.extend(lease, self.tokens()[: below(2 * self.page_size + 2)])),
+                (4, lambda: self.leases.append(lease.fork())),
+                (2, lambda: lease.truncate(below(lease.num_tokens + 1))),
+                (6, lambda: self.commit(lease, lease.num_tokens)),
+                (3, lambda: self.commit(lease, below(lease.num_tokens + 1))),
+                (3, lambda: self.write(lease)),
+                (6 + 2 * len(self.leases), lambda: self.release(lease)),
             ]
         if self.pins:
-            pins = self.pins[below(len(self.pins))]
-            operations.append((4, lambda: self.unpin(pins)))
+            pin = self.pins[below(len(self.pins))]
+            operations.append((4, pin.unpin))
         if below(24) == 0:
-            operations.append((20, lambda: self.clear(self.namespace())))
+            operations.append((20, lambda: self.cache.clear(self.namespace())))
         if below(100) == 0:
             operations.append((50, self.save_and_load))
         at = below(min(256, sum(weight for weight, _ in operations)))
         for weight, operation in operations:
             if at < weight:
-                operation()
+                with contextlib.suppress(CapacityError):  # of both: the mirror sees to it
+                    operation()
                 break
             at -= weight
-        self.compare()
+        self.pins = [pin for pin in self.pins if pin.is_active]
+        compare(self.cache)
 
-    def acquire(self, whole: bool) -> None:
-        """Acquire; with ``whole`` commit, and often release at once, as users do."""
-        below = self.source.below
-        tokens, namespace, full = self.tokens(), self.namespace(), below(4) == 0
-        pair = self.both(lambda cache: cache.acquire(tokens, namespace=namespace, full=full))
-        if pair is None:
-            return
-        self.leases.append(pair)
-        self.equal(lambda lease: (lease.num_cached, lease.page_ids.tolist()), pair)
-        if whole:
-            self.compare()
-            self.commit(pair, len(tokens))
-            if below(4):
-                self.compare()
-                self.release(pair)
+    def acquire(self) -> Any:
+        tokens, namespace, full = self.tokens(), self.namespace(), self.source.below(4) == 0
+        lease = self.cache.acquire(tokens, namespace=namespace, full=full)
+        self.leases.append(lease)
+        assert 0 <= lease.num_cached <= lease.num_tokens == len(tokens)
+        assert len(lease.page_ids) == -(-len(tokens) // self.page_size)
+        return lease
 
-    def extend(self, pair: tuple[Lease, Lease], tokens: Tokens) -> None:
-        if pair[0].num_tokens + len(tokens) <= LONGEST:
-            self.equal(lambda lease: lease.extend(tokens), pair)
+    def use_once(self) -> None:
+        """Acquire, commit, often release at once, as users do."""
+        lease = self.acquire()
+        compare(self.cache)
+        self.commit(lease, lease.num_tokens)
+        if self.source.below(4):
+            compare(self.cache)
+            self.release(lease)
 
-    def cut(self, pair: tuple[Lease, Lease], num_tokens: int) -> None:
-        self.equal(lambda lease: lease.truncate(num_tokens), pair)
+    def extend(self, lease: Any, tokens: Tokens) -> None:
+        if lease.num_tokens + len(tokens) <= LONGEST:
+            lease.extend(tokens)
 
-    def commit(self, pair: tuple[Lease, Lease], num_tokens: int) -> None:
-        """Publish, with a priority and a time; of a shared page its own copy, as a writer has."""
-        priority, ttl = self.priority(), self.ttl()
-        if pair[0].num_written < num_tokens:
-            self.own(pair)
-        if pair[0].num_written >= num_tokens:
-            self.equal(lambda lease: lease.commit(num_tokens, priority=priority, ttl=ttl), pair)
-        if num_tokens and pair[0].num_written >= num_tokens:
-            self.equal(lambda cache: cache.tree.end_page)
+    def write(self, lease: Any) -> None:
+        """Say that all is written: pages that others own too are copied first."""
+        assert lease.slot_mapping is not None
+        lease.mark_written()
 
-    def own(self, pair: tuple[Lease, Lease]) -> None:
-        """Say that all is written: pages that others own too are copied first, or it fails."""
-        slots = self.both(lambda lease: lease.slot_mapping.tolist(), pair)
-        if slots is not None:
-            assert slots[0] == slots[1]
-            self.equal(lambda lease: lease.mark_written(), pair)
+    def commit(self, lease: Any, num_tokens: int) -> None:
+        if lease.num_written < num_tokens:
+            self.write(lease)
+        lease.commit(num_tokens, priority=self.priority(), ttl=self.ttl())
+        assert len(lease.page_ids) == -(-lease.num_tokens // self.page_size)
 
-    def release(self, pair: tuple[Lease, Lease]) -> None:
-        self.equal(lambda lease: lease.release(), pair)
-        self.leases.remove(pair)
+    def release(self, lease: Any) -> None:
+        lease.release()
+        self.leases.remove(lease)
 
     def pin(self) -> None:
-        tokens, namespace, ttl = self.tokens(), self.namespace(), self.ttl()
-        pair = self.both(lambda cache: cache.pin(tokens, namespace, ttl=ttl))
-        if pair is not None:
-            self.equal(lambda pin: pin.num_tokens, pair)
-            self.pins.append(pair)
-
-    def unpin(self, pair: tuple[Pin, Pin]) -> None:
-        self.equal(lambda pin: pin.unpin(), pair)
-        self.pins.remove(pair)
+        self.pins.append(self.cache.pin(self.tokens(), self.namespace(), ttl=self.ttl()))
 
     def advance(self, seconds: float) -> None:
         self.now += seconds
-        self.pins = [pair for pair in self.pins if self.equal(lambda pin: pin.is_active, pair)]
-
-    def evict(self, num_tokens: int) -> None:
-        self.equal(lambda cache: cache.evict(num_tokens))
-
-    def clear(self, namespace: object) -> None:
-        self.equal(lambda cache: cache.clear(namespace))
-        self.pins = [pair for pair in self.pins if pair[0].is_active]
 
     def look(self) -> None:
         """What changes nothing: a match to the page, explanations, pictures."""
         tokens, namespace = self.tokens(), self.namespace()
-        self.equal(lambda cache: cache.explain(tokens, namespace))
+        self.cache.explain(tokens, namespace)
 
         def match(cache: PrefixCache) -> tuple[int, list[int], bool]:
             found = cache.tree.match(encode_tokens(tokens), namespace)
             return found.num_tokens, found.page_ids.tolist(), found.in_part
 
-        self.equal(match)
-        self.equal(lambda cache: cache.render())
+        self.cache.ask(match)
+        self.cache.render()
         with tempfile.TemporaryDirectory() as folder:
 
             def page(cache: PrefixCache) -> str:
                 cache.to_html(Path(folder) / "tree.html")
                 return (Path(folder) / "tree.html").read_text()
 
-            self.equal(page)
+            self.cache.ask(page)
 
     def save_and_load(self) -> None:
         """Both write the same file; it is loaded into new ones of another size, and used on."""
@@ -261,58 +204,23 @@ class Twins:
                 cache.save(path, prefixes=prefixes)
                 return path.read_bytes()
 
-            self.equal(save)
+            self.cache.ask(save)
             while self.leases:
                 self.release(self.leases[-1])
-            self.pins = []
-            self.num_pages = 3 + self.source.below(16) * self.source.below(6)
             self.renew()
-            self.equal(lambda cache: cache.load(path))
-
-    # --- the comparison ----------------------------------------------------------------
-
-    def compare(self) -> None:
-        """Raise AssertionError where the two differ, or one's own check fails."""
-        self.equal(lambda cache: cache.check())
-        self.equal(lambda cache: dump(cache.tree))
-        self.equal(lambda cache: cache.stats())
-        self.equal(lambda cache: cache.pool.ref_count.tolist())
-        self.equal(lambda cache: cache.pool.in_tree.tolist())
-        self.equal(lambda cache: cache.pool.stand_ins())
-        self.equal(lambda cache: (cache.pool.num_free, cache.pool.num_evictable))
-        self.equal(lambda cache: (cache.tree.clock, cache.tree.room))
-        for pair in self.leases:
-            self.equal(lambda lease: lease.page_ids.tolist(), pair)
+            self.cache.load(path)
 
     def close(self) -> None:
         """Give everything back; then both hand out all pages in the same order."""
         while self.leases:
             self.release(self.leases[-1])
-        while self.pins:
-            self.unpin(self.pins[-1])
-        self.compare()
-        self.evict(10**6)
-        self.compare()
-        self.equal(lambda cache: cache.pool.allocate(cache.pool.num_free).tolist())
-        assert self.caches[0].num_free_pages == 0
-
-
-def dump(tree: RadixTree) -> list[tuple[object, ...]]:
-    """Every page of a tree: where it hangs, what it holds, and when it goes."""
-    out: list[tuple[object, ...]] = []
-    for root in tree.roots.values():
-        out.append((root.namespace, tree.held_below(root)))
-        stack = [(0, page) for page in tree.child_pages(root.last_page)]
-        while stack:
-            parent, page = stack.pop()
-            below = tree.child_pages(page)
-            tokens = tree.tokens_of(page)
-            assert tokens.dtype == np.int32
-            out.append(
-                (parent, page, tokens.tolist(), tree.policy_key(page), tree.expires_of(page), below)
-            )
-            stack += [(page, child) for child in below]
-    return out
+        for pin in self.pins:
+            pin.unpin()
+        compare(self.cache)
+        self.cache.evict(10**6)
+        compare(self.cache)
+        self.cache.ask(lambda cache: cache.pool.allocate(cache.pool.num_free))
+        assert self.cache.num_free_pages == 0
 
 
 def run_bytes(data: bytes) -> None:
@@ -326,7 +234,7 @@ def run_bytes(data: bytes) -> None:
 
 
 def run_seed(seed: int, page_size: int, eviction: str, steps: int) -> None:
-    """Run ``steps`` operations from a seed, on new caches after each 200 of them."""
+    """Run ``steps`` operations from a seed, on a new cache after each 200 of them."""
     source = Seeded(seed)
     for first in range(0, steps, 200):
         twins = Twins(source, page_size, eviction)
