@@ -14,7 +14,13 @@ def main() -> None:
     import atheris  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     sys.modules["numba"] = None  # type: ignore[assignment]
-    include = ["radixkv.radix", "radixkv.pool", "radixkv.cache", "radixkv.plain_tree"]
+    include = [
+        "radixkv.radix",
+        "radixkv.pool",
+        "radixkv.cache",
+        "radixkv.plain_pool",
+        "radixkv.plain_tree",
+    ]
     with atheris.instrument_imports(include=include):
         from fuzz.driver import run_bytes
         from radixkv.pool import load_kernel

@@ -30,7 +30,8 @@ WALL_LIMIT_S = 1800  # of tests: threads that wait for each other use no process
 ROOT = Path(__file__).resolve().parent.parent
 COMPILED = ("radixkv/compiled_tree.py", "kernels/tree.py")
 FILES = (
-    "radixkv/radix.py", "radixkv/pool.py", "radixkv/cache.py", "radixkv/plain_tree.py", *COMPILED
+    "radixkv/radix.py", "radixkv/pool.py", "radixkv/cache.py", "radixkv/plain_pool.py",
+    "radixkv/plain_tree.py", *COMPILED
 )  # fmt: skip
 TESTS = (
     "test_radix.py", "test_pool.py", "test_cache.py", "test_cache_leaks.py", "test_view.py",

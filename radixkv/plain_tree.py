@@ -25,18 +25,15 @@ It runs where Numba is not installed, or where RADIXKV_PLAIN_TREE=1 asks for it.
 from __future__ import annotations
 
 import itertools
-import sys
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-from sortedcontainers import SortedDict, SortedKeyList
+from sortedcontainers import SortedDict
 
-from radixkv.pool import NULL_PAGE, PagePool
+from radixkv.plain_pool import POLICIES, PlainPool
+from radixkv.pool import NULL_PAGE
 from radixkv.radix import (
     EXPIRED,
     Match,
@@ -50,39 +47,20 @@ from radixkv.radix import (
     require,
 )
 
-_POLICIES = {  # what of a tail is looked at, and then what decides between equals; smallest first
-    "lru": attrgetter("last_access", "last_access"),
-    "lfu": attrgetter("num_hits", "last_access"),
-    "priority": attrgetter("priority", "last_access"),
-}
 _TOKEN = np.dtype(">i4")  # as bytes, tokens sort as they do as numbers: the highest byte is first
 _TOKEN_BYTES = 4
 _NUM_REMEMBERED = 4096  # evicted runs, for explanations
 
 
 @dataclass(slots=True, eq=False)
-class RootNode:
-    """Where a namespace begins: has children alone, and counts what lies below.
-
-    Attributes:
-        row: a negative number, in the place of a page id.
-        key: of `RadixTree.roots`.
-    """
-
-    row: int
-    key: Hashable
-    children: dict[bytes, PageNode] = field(default_factory=dict)
-    num_pages: int = 0
-    num_tokens: int = 0
-
-
-@dataclass(slots=True, eq=False)
 class PageNode:
-    """A page of the tree.
+    """A page of the tree, or the root of a namespace, which has children alone.
 
     Attributes:
         key: its tokens, as bytes of `_TOKEN`.
-        depth: pages before it in its sequence.
+        page_id: of a root a negative number, its row.
+        parent: None is a root's.
+        depth: pages before it in its sequence; -1 is a root's.
         children: by their keys, and in their order.
         last_access, num_hits: clock of the last use; how many there were.
         priority, expires: and when it falls to `EXPIRED`; None is never.
@@ -91,8 +69,7 @@ class PageNode:
 
     key: bytes
     page_id: int
-    parent: PageNode | RootNode
-    root: RootNode
+    parent: PageNode | None
     depth: int
     children: dict[bytes, PageNode] = field(default_factory=dict)
     last_access: int = 0
@@ -110,20 +87,15 @@ class PageNode:
 def num_shared(a: bytes, b: bytes) -> int:
     """How many tokens two keys share from their beginning. Complexity: O(len(a)), in bulk.
 
-    >>> num_shared(keys_of([1, 2, 3]), keys_of([1, 2, 4, 5]))
-    2
+    >>> num_shared(b"\\0\\0\\0\\1" b"\\0\\0\\0\\2", b"\\0\\0\\0\\1" b"\\0\\0\\0\\7" b"\\0\\0\\0\\3")
+    1
     """
     size = min(len(a), len(b))
     differ = int.from_bytes(a[:size], "big") ^ int.from_bytes(b[:size], "big")
     return (size - (differ.bit_length() + 7) // 8) // _TOKEN_BYTES
 
 
-def keys_of(tokens: Any) -> bytes:
-    """The keys of a sequence's pages, one after another."""
-    return np.asarray(tokens).astype(_TOKEN).tobytes()
-
-
-def add_child(parent: PageNode | RootNode, node: PageNode) -> None:
+def add_child(parent: PageNode, node: PageNode) -> None:
     """Hang a node below another. Complexity: O(log(siblings)).
 
     A single child, as most are, needs no order: a plain dict takes a tenth of the room.
@@ -133,7 +105,7 @@ def add_child(parent: PageNode | RootNode, node: PageNode) -> None:
     parent.children[node.key] = node
 
 
-def closest_child(parent: PageNode | RootNode, key: bytes) -> tuple[PageNode | None, int]:
+def closest_child(parent: PageNode, key: bytes) -> tuple[PageNode | None, int]:
     """The child that shares the most tokens with ``key``, and how many; or None, 0.
 
     Of two that share as many it is the one before the place where ``key`` would stand.
@@ -157,206 +129,28 @@ def closest_child(parent: PageNode | RootNode, key: bytes) -> tuple[PageNode | N
     return best, most
 
 
-class PlainPool(PagePool):
-    """Owners, free pages and tails, in tables that are as large as what is in use.
-
-    Attributes:
-        nodes: the pages of the tree, by id.
-        tails: nodes that the tree alone owns and that have no children, next to go first. No two
-            were last used at the same time: those that are used at one time lie on one path.
-        policy_key: of a node: what ``tails`` are sorted by.
-    """
-
-    def __init__(self, num_pages: int, eviction: str = "lru") -> None:
-        super().__init__(num_pages)
-        self.policy_key = _POLICIES[eviction]
-        self.tails: Any = SortedKeyList(key=self.policy_key)
-        self.nodes: dict[int, PageNode] = {}
-        self._owners: dict[int, int] = {}
-        self._given_back: list[int] = []  # a stack: the last one goes first
-        self._fresh = 1  # pages from here on were never used
-        self._stands_for: dict[int, int] = {}
-        self._num_evictable = 0
-
-    @property
-    def num_free(self) -> int:
-        return len(self._given_back) + self.num_pages + 1 - self._fresh
-
-    @property
-    def num_evictable(self) -> int:
-        return self._num_evictable
-
-    def _take(self, count: int) -> PageIds:
-        first = max(0, len(self._given_back) - count)
-        page_ids = self._given_back[first:]
-        del self._given_back[first:]
-        page_ids.reverse()
-        missing = count - len(page_ids)
-        page_ids.extend(range(self._fresh, self._fresh + missing))
-        self._fresh += missing
-        self._owners.update(dict.fromkeys(page_ids, 1))
-        return np.array(page_ids, dtype=np.int64)
-
-    def hold(self, page_ids: PageIds) -> None:
-        for page_id in page_ids.tolist():
-            self.hold_one(page_id)
-
-    def hold_one(self, page_id: int) -> None:
-        """Add an owner to a page that has one. Complexity: O(log(tails)) for a tail, else O(1)."""
-        owners = self._owners[page_id]
-        self._owners[page_id] = owners + 1
-        if owners == 1 and page_id in self.nodes:
-            self._num_evictable -= 1
-            self.take_out(self.nodes[page_id])
-
-    def drop(self, page_ids: PageIds) -> None:
-        for page_id in reversed(page_ids.tolist()):
-            self.drop_one(page_id)
-
-    def drop_one(self, page_id: int) -> None:
-        """Take an owner from a page, and from what it stood in for if it is free now."""
-        while page_id:
-            owners = self._owners[page_id] - 1
-            if owners:
-                self._owners[page_id] = owners
-                if owners == 1 and page_id in self.nodes:
-                    self._num_evictable += 1
-                    self.put_in(self.nodes[page_id])
-                return
-            page_id = self._free(page_id)
-
-    def _free(self, page_id: int) -> int:
-        """Make a page free; returns the one that it stood in for, if it did, or 0."""
-        del self._owners[page_id]
-        self._given_back.append(page_id)
-        return self.stands_no_more(page_id)
-
-    def put_in(self, node: PageNode) -> None:
-        """Put a node that the tree alone owns among the tails, if it is one. O(log(tails))."""
-        if not node.children:
-            node.is_tail = True
-            self.tails.add(node)
-
-    def take_out(self, node: PageNode) -> bool:
-        """Take a node from among the tails, before what they are sorted by changes.
-
-        Returns:
-            whether it was there.
-
-        Complexity: O(log(tails)).
-        """
-        if not node.is_tail:
-            return False
-        node.is_tail = False
-        self.tails.remove(node)
-        return True
-
-    def first_tail(self) -> PageNode | None:
-        """What is evicted next, or None. O(1)."""
-        return self.tails[0] if self.tails else None
-
-    def adopt(self, node: PageNode) -> None:
-        """Make the tree an owner of a page, which somebody holds. O(1)."""
-        self._owners[node.page_id] += 1
-        self.nodes[node.page_id] = node
-
-    def leave(self, node: PageNode) -> None:
-        """Take the tree from a page's owners; without another it is free. O(log(tails))."""
-        del self.nodes[node.page_id]
-        owners = self._owners[node.page_id] - 1
-        if owners:
-            self._owners[node.page_id] = owners
-        else:
-            self._num_evictable -= 1
-            self.take_out(node)
-            self._free(node.page_id)
-
-    def count(self, page_id: int) -> int:
-        return self._owners.get(page_id, 0)
-
-    def counts_of(self, page_ids: PageIds) -> NDArray[np.int32]:
-        owners = self._owners
-        return np.array([owners.get(page_id, 0) for page_id in page_ids.tolist()], dtype=np.int32)
-
-    @property
-    def ref_count(self) -> NDArray[np.int32]:
-        out = np.zeros(self.num_pages + 1, dtype=np.int32)
-        out[list(self._owners)] = list(self._owners.values())
-        return out
-
-    @property
-    def in_tree(self) -> NDArray[np.bool_]:
-        out = np.zeros(self.num_pages + 1, dtype=np.bool_)
-        out[list(self.nodes)] = True
-        return out
-
-    def stand_in(self, page_id: int, tree_page: int) -> None:
-        before = self.stands_no_more(page_id)
-        self._stands_for[page_id] = tree_page
-        self.hold_one(tree_page)
-        self.drop_one(before)
-
-    def stands_no_more(self, page_id: int) -> int:
-        """Returns the page that ``page_id`` stood in for, which is the caller's to drop, or 0."""
-        return self._stands_for.pop(page_id, NULL_PAGE)
-
-    def stand_ins(self) -> dict[int, int]:
-        return dict(sorted(self._stands_for.items()))
-
-    def free_pages(self) -> PageIds:
-        fresh = range(self._fresh, self.num_pages + 1)
-        return np.array([*self._given_back, *fresh], dtype=np.int64)
-
-    @property
-    def nbytes(self) -> int:
-        """Host bytes of nodes, keys and tables, without integers. Complexity: O(pages)."""
-        tables = (self.nodes, self._owners, self._given_back, self._stands_for)
-        nodes = ((node, node.key, node.children) for node in self.nodes.values())
-        return sum(map(sys.getsizeof, itertools.chain(tables, *nodes)))
-
-
 class PlainTree(RadixTree):
     """The tree over a `PlainPool`.
 
     A page that matches is one lookup in a table, whatever its size; a page in which a match ends
-    takes O(log(siblings)). A page is evicted, held or given back in O(log(tails)) if it is a
-    tail, else in O(1). A page of 16 tokens takes 600 to 750
-    bytes of memory.
+    takes O(log(siblings)). A page is evicted, held or given back in O(log(tails)) if it is a tail,
+    else in O(1). A page of 16 tokens takes 600 to 750 bytes of memory.
     """
 
     pool: PlainPool
+    num_tokens: int = 0
+    evicted_pages: int = 0
+    clock: int = 0
+    room: tuple[int, int] = (0, 0)
+    end_page: int = NULL_PAGE
 
     def __init__(self, page_size: int, pool: PlainPool) -> None:
         super().__init__(page_size, pool)
         self._page_bytes = page_size * _TOKEN_BYTES
-        self._root_nodes: dict[int, RootNode] = {}  # by row
         self._rows = itertools.count(-1, -1)
-        self._num_tokens = self._num_evicted = self._clock = 0
-        self._room = (0, 0)
-        self._end_page = NULL_PAGE
+        self._root_nodes: dict[int, PageNode] = {}  # by row
+        self._keys: dict[int, Hashable] = {}  # of `roots`, by row
         self._evicted: deque[tuple[int, bytes]] = deque(maxlen=_NUM_REMEMBERED)
-
-    # --- totals ------------------------------------------------------------------------
-
-    @property
-    def num_tokens(self) -> int:
-        return self._num_tokens
-
-    @property
-    def evicted_pages(self) -> int:
-        return self._num_evicted
-
-    @property
-    def clock(self) -> int:
-        return self._clock
-
-    @property
-    def room(self) -> tuple[int, int]:
-        return self._room
-
-    @property
-    def end_page(self) -> int:
-        return self._end_page
 
     # --- finding -----------------------------------------------------------------------
 
@@ -375,16 +169,19 @@ class PlainTree(RadixTree):
         root = self.roots.get(namespace_key(namespace))
         if root is None:
             return path, None, 0
-        node: PageNode | RootNode = self._root_nodes[root.last_page]
-        keys, size = keys_of(tokens), self._page_bytes
-        for start in range(0, len(keys), size):
-            key = keys[start : start + size]
+        node = self._root_nodes[root.last_page]
+        for key in self._split(tokens):
             child = node.children.get(key)
-            if child is None or len(key) < size:
+            if child is None or len(key) < self._page_bytes:
                 return path, *closest_child(node, key)
             path.append(child)
             node = child
         return path, None, 0
+
+    def _split(self, tokens: Tokens) -> list[bytes]:
+        """The keys of a sequence's pages."""
+        whole, size = tokens.astype(_TOKEN).tobytes(), self._page_bytes
+        return [whole[start : start + size] for start in range(0, len(whole), size)]
 
     def match(self, tokens: Tokens, namespace: Hashable = None) -> Match:
         path, last, shared = self._walk(tokens, namespace)
@@ -401,28 +198,31 @@ class PlainTree(RadixTree):
         # What is found cannot be evicted for the rest; the page in which the match ends can be.
         room = pool.num_available - sum(pool.count(node.page_id) == 1 for node in path)
         if need > room:
-            self._room = (need, room)
-            return np.empty(0, dtype=np.int64), -1, 0
-        if path or last:
-            self._clock += 1
+            self.room = (need, room)
+            return np.empty(0, dtype=np.int64), -1, NULL_PAGE
+        self.clock += bool(path or last)
         for node in path:
             pool.hold_one(node.page_id)
             self._use(node)
-        if last:
+        if last is not None:
             self._use(last)
-        self._evict(need - pool.num_free)
-        page_ids = np.array([node.page_id for node in path], dtype=np.int64)
-        page_ids = np.concatenate([page_ids, pool._take(need)])
-        return page_ids, len(path) * self.page_size + shared, last.page_id if last else NULL_PAGE
+        self.evict(need - pool.num_free)
+        held = np.array([node.page_id for node in path], dtype=np.int64)
+        source = NULL_PAGE if last is None else last.page_id
+        return (
+            np.concatenate([held, pool.allocate(need)]),
+            len(path) * self.page_size + shared,
+            source,
+        )
 
     # --- using -------------------------------------------------------------------------
 
     def _use(
         self, node: PageNode, priority: int | None = None, expires: float | None = None
     ) -> None:
-        """Count a use of a node now; raise its priority to a higher one."""
+        """Count a use of a node now; raise its priority to a higher one. O(1), or O(log(tails))."""
         was_tail = self.pool.take_out(node)
-        node.last_access = self._clock
+        node.last_access = self.clock
         node.num_hits += 1
         if priority is not None and priority >= node.priority:
             node.priority, node.expires = priority, expires
@@ -430,14 +230,13 @@ class PlainTree(RadixTree):
             self.pool.put_in(node)
 
     def touch(self, page_ids: PageIds) -> None:
-        if page_ids.size:
-            self._clock += 1
+        self.clock += bool(page_ids.size)
         for page_id in page_ids.tolist():
             self._use(self.pool.nodes[page_id])
 
     def credit(self, page_id: int, num_hits: int) -> None:
-        node: PageNode | RootNode = self.pool.nodes[page_id]
-        while isinstance(node, PageNode):
+        node = self.pool.nodes[page_id]
+        while node.parent is not None:
             was_tail = self.pool.take_out(node)
             node.num_hits += num_hits
             if was_tail:
@@ -466,20 +265,16 @@ class PlainTree(RadixTree):
         priority: int | None = None,
         expires: float | None = None,
     ) -> int:
-        pool, nodes, size = self.pool, self.pool.nodes, self._page_bytes
-        keys = keys_of(tokens[:num_tokens])
-        node: PageNode | RootNode = self._root_of(namespace)
-        self._clock += 1
-        num_changed = 0
-        mine = page_ids[: -(-len(keys) // size)].tolist()
-        for depth, page_id in enumerate(mine):
-            key = keys[depth * size : (depth + 1) * size]
+        pool, num_changed = self.pool, 0
+        node = self._root_of(namespace)
+        self.clock += 1
+        keys = self._split(tokens[:num_tokens])
+        for depth, (key, page_id) in enumerate(zip(keys, page_ids.tolist(), strict=False)):
             child, shared = closest_child(node, key)
             if child is None or shared * _TOKEN_BYTES < len(key):
                 child = self._publish(node, key, page_id, child, shared)
-            elif (
-                child.page_id != page_id and page_id not in nodes and (len(key) == size or own_last)
-            ):
+            elif page_id not in pool.nodes and (len(key) == self._page_bytes or own_last):
+                # A duplicate: the caller is made a holder of the tree's page in its place.
                 pool.hold_one(child.page_id)
                 if pool.count(page_id) > 1:
                     pool.stand_in(page_id, child.page_id)
@@ -488,90 +283,73 @@ class PlainTree(RadixTree):
                 num_changed += 1
             self._use(child, priority, expires)
             node = child
-        assert isinstance(node, PageNode)
-        self._end_page = node.page_id
+        self.end_page = node.page_id
         if expires is not None and priority is not None:
-            self._schedule(expires, np.array([*page_ids[: len(mine) - 1], node.page_id]))
+            self._schedule(expires, np.array([*page_ids[: len(keys) - 1], self.end_page]))
         return num_changed
 
-    def _root_of(self, namespace: Hashable) -> RootNode:
+    def _root_of(self, namespace: Hashable) -> PageNode:
         """The root of a namespace, made if it has none."""
         key = namespace_key(namespace)
         root = self.roots.get(key)
         if root is None:
-            root = self.roots[key] = Root(namespace, next(self._rows))
-            self._root_nodes[root.last_page] = RootNode(root.last_page, key)
+            row = next(self._rows)
+            root = self.roots[key] = Root(namespace, row)
+            self._keys[row] = key
+            self._root_nodes[row] = PageNode(b"", row, None, -1)
         return self._root_nodes[root.last_page]
 
     def _publish(
-        self,
-        parent: PageNode | RootNode,
-        key: bytes,
-        page_id: int,
-        near: PageNode | None,
-        shared: int,
+        self, parent: PageNode, key: bytes, page_id: int, near: PageNode | None, shared: int
     ) -> PageNode:
         """Make a held page with tokens that are new below ``parent`` a node there.
-
-        Args:
-            near: the child that shares the most with it: ``shared`` tokens, not all of ``key``.
 
         If all that ``near`` has is the beginning of ``key``, the new node takes its place, with its
         uses: it is the same page, of which more is there now, or another one, whose holders keep
         what they hold findable by holding the new node's.
+
+        Args:
+            near: the child that shares the most with it: ``shared`` tokens, not all of ``key``.
+
+        Complexity: O(log(siblings)).
         """
-        root = parent if isinstance(parent, RootNode) else parent.root
-        depth = 0 if isinstance(parent, RootNode) else parent.depth + 1
-        node = PageNode(key, page_id, parent, root, depth)
-        replaced = near if near is not None and near.num_tokens == shared else None
-        if replaced is not None:
-            node.last_access, node.num_hits = replaced.last_access, replaced.num_hits
-            node.priority, node.expires = replaced.priority, replaced.expires
-            self._unlink(replaced)
-            if node.expires is not None and page_id != replaced.page_id:
-                self._schedule(node.expires, np.array([page_id], dtype=np.int64))
+        node = PageNode(key, page_id, parent, parent.depth + 1)
+        old = near if near is not None and near.num_tokens == shared else None
+        if old is not None:
+            node.last_access, node.num_hits = old.last_access, old.num_hits
+            node.priority, node.expires = old.priority, old.expires
+            self._unlink(old)
         stood_for = self.pool.stands_no_more(page_id)  # or two pages hold each other for ever
-        self._link(node)
-        self.pool.drop_one(stood_for)
-        if (
-            replaced is not None
-            and replaced.page_id != page_id
-            and self.pool.count(replaced.page_id)
-        ):
-            self.pool.stand_in(replaced.page_id, page_id)
-        return node
-
-    def _link(self, node: PageNode) -> None:
-        """Hang a node into the tree, which becomes an owner of its page."""
-        add_child(node.parent, node)
+        add_child(parent, node)
         self.pool.adopt(node)
-        node.root.num_pages += 1
-        node.root.num_tokens += node.num_tokens
-        self._num_tokens += node.num_tokens
-
-    def _unlink(self, node: PageNode) -> None:
-        """Take a node without children out of the tree, and the tree from its page's owners."""
-        del node.parent.children[node.key]
-        self.pool.leave(node)
-        node.root.num_pages -= 1
-        node.root.num_tokens -= node.num_tokens
-        self._num_tokens -= node.num_tokens
+        self.num_tokens += node.num_tokens
+        self.pool.drop_one(stood_for)
+        if old is not None and old.page_id != page_id:
+            if node.expires is not None:
+                self._schedule(node.expires, np.array([page_id], dtype=np.int64))
+            if self.pool.count(old.page_id):
+                self.pool.stand_in(old.page_id, page_id)
+        return node
 
     # --- shrinking ---------------------------------------------------------------------
 
-    def evict(self, num_pages: int) -> int:
-        return self._evict(num_pages)
+    def _unlink(self, node: PageNode) -> PageNode:
+        """Take a node without children out of the tree; returns its parent. O(log(tails))."""
+        assert node.parent is not None
+        del node.parent.children[node.key]
+        self.pool.leave(node)
+        self.num_tokens -= node.num_tokens
+        return node.parent
 
-    def _evict(self, num_pages: int) -> int:
+    def evict(self, num_pages: int) -> int:
         pool, num_freed = self.pool, 0
         node = pool.first_tail() if num_pages > 0 else None
         while node is not None:
-            self._unlink(node)
+            parent = self._unlink(node)
             num_freed += 1
-            parent = node.parent
             after = pool.first_tail()
             if not parent.children:
-                if isinstance(parent, RootNode):
+                if parent.parent is None:
                     self._remove_root(parent)
                 elif pool.count(parent.page_id) == 1:  # a tail now, and mostly the first
                     if after is None or pool.policy_key(parent) < pool.policy_key(after):
@@ -581,7 +359,7 @@ class PlainTree(RadixTree):
             if after is not parent or num_freed == num_pages:  # here a run began
                 self._evicted.append((node.depth, node.key))
             node = after if num_freed < num_pages else None
-        self._num_evicted += num_freed
+        self.evicted_pages += num_freed
         return num_freed
 
     def clear(self, namespace: Hashable) -> int:
@@ -589,32 +367,36 @@ class PlainTree(RadixTree):
         if root is None:
             return 0
         before = self.pool.num_free
-        root_node = self._root_nodes[root.last_page]
-        stack = list(root_node.children.values())
-        while stack:
-            node = stack.pop()
-            stack.extend(node.children.values())
+        for node in list(self._below(self._root_nodes[root.last_page])):
             node.children = {}
             self.pool.leave(node)
-        self._num_tokens -= root_node.num_tokens
-        self._remove_root(root_node)
+            self.num_tokens -= node.num_tokens
+        self._remove_root(self._root_nodes[root.last_page])
         return self.pool.num_free - before
 
-    def _remove_root(self, root: RootNode) -> None:
-        del self.roots[root.key], self._root_nodes[root.row]
+    def _remove_root(self, root: PageNode) -> None:
+        del self._root_nodes[root.page_id], self.roots[self._keys.pop(root.page_id)]
 
     # --- looking -----------------------------------------------------------------------
 
+    def _below(self, node: PageNode) -> Iterator[PageNode]:
+        """The pages below a node, each before those that follow it; the last siblings first."""
+        stack = [*node.children.values()]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack += node.children.values()
+
     def held_below(self, root: Root) -> NamespaceStats:
-        node = self._root_nodes[root.last_page]
-        return NamespaceStats(
-            namespace=root.namespace, pages=node.num_pages, tokens=node.num_tokens
-        )
+        """What one namespace holds. Complexity: O(its pages)."""
+        sizes = [node.num_tokens for node in self._below(self._root_nodes[root.last_page])]
+        return NamespaceStats(namespace=root.namespace, pages=len(sizes), tokens=sum(sizes))
 
     def was_evicted(self, tokens: Tokens, depth: int) -> bool:
         """As `RadixTree.was_evicted`. Complexity: O(runs that are remembered)."""
         start = depth * self.page_size
-        return (depth, keys_of(tokens[start : start + self.page_size])) in self._evicted
+        key = tokens[start : start + self.page_size].astype(_TOKEN).tobytes()
+        return (depth, key) in self._evicted
 
     def child_pages(self, row: int) -> list[int]:
         node = self._root_nodes[row] if row < 0 else self.pool.nodes[row]
@@ -632,29 +414,25 @@ class PlainTree(RadixTree):
 
     @property
     def num_nodes(self) -> int:
-        goes_on = sum(
-            isinstance(node.parent, PageNode) and self._goes_on(node.parent) is node
-            for node in self.pool.nodes.values()
-        )
-        return len(self.pool.nodes) - goes_on
+        nodes = self.pool.nodes.values()
+        return len(nodes) - sum(self._after(node) is not None for node in nodes)
 
-    def _goes_on(self, node: PageNode) -> PageNode | None:
-        """The node after ``node`` that belongs to the same run, or None. O(1)."""
+    def _after(self, node: PageNode) -> PageNode | None:
+        """The node after ``node`` that belongs to the same run: used as one with it. O(1)."""
         if len(node.children) != 1:
             return None
         (after,) = node.children.values()
         key = self.pool.policy_key
-        same = key(after) == key(node)
-        if same and key is _POLICIES["priority"]:
-            same = after.expires == node.expires
-        return after if same else None
+        if key(after) != key(node):
+            return None
+        return None if key is POLICIES["priority"] and after.expires != node.expires else after
 
     def _run_from(self, page_id: int) -> Node:
         first = self.pool.nodes[page_id]
-        run, after = [first], self._goes_on(first)
+        run, after = [first], self._after(first)
         while after is not None:
             run.append(after)
-            after = self._goes_on(after)
+            after = self._after(after)
         tokens = np.frombuffer(b"".join(node.key for node in run), dtype=_TOKEN)
         return Node(
             tokens=tokens.astype(np.int32),
@@ -670,48 +448,36 @@ class PlainTree(RadixTree):
     # --- proof -------------------------------------------------------------------------
 
     def check(self) -> None:
-        pool = self.pool
-        found: dict[int, PageNode] = {}
-        totals = []
+        pool, found = self.pool, list[PageNode]()
+        require(len(self._root_nodes) == len(self.roots), "a root without its namespace")
         for root in self.roots.values():
             root_node = self._root_nodes[root.last_page]
             require(bool(root_node.children), "a namespace without pages")
-            before, num_tokens = len(found), 0
-            stack: list[PageNode | RootNode] = [root_node]
-            while stack:
-                parent = stack.pop()
-                self._check_children(parent)
-                for node in parent.children.values():
-                    require(node.root is root_node, "whose a page is")
-                    require(node.page_id not in found, "a page that is in two places")
-                    require(pool.nodes.get(node.page_id) is node, "a page that the pool lacks")
-                    found[node.page_id] = node
-                    num_tokens += node.num_tokens
-                    stack.append(node)
-            totals.append(num_tokens)
-            require(root_node.num_pages == len(found) - before, "pages of a namespace")
-            require(root_node.num_tokens == num_tokens, "tokens of a namespace")
-        require(len(self._root_nodes) == len(self.roots), "a root without its namespace")
-        require(len(found) == len(pool.nodes), "the pages of the tree")
-        require(sum(totals) == self.num_tokens, f"{sum(totals)} tokens, counted {self.num_tokens}")
-        require(not found.keys() & pool.stand_ins().keys(), "a tree page that stands in")
-        alone = [node for node in found.values() if pool.count(node.page_id) == 1]
+            self._check_children(root_node)
+            for node in self._below(root_node):
+                self._check_children(node)
+                found.append(node)
+        own = {node.page_id: node for node in found}
+        require(len(own) == len(found), "a page that is in two places")
+        require(own == pool.nodes, "the pages of the tree")
+        num_tokens = sum(node.num_tokens for node in found)
+        require(num_tokens == self.num_tokens, f"{num_tokens} tokens, counted {self.num_tokens}")
+        require(not own.keys() & pool.stand_ins().keys(), "a tree page that stands in")
+        alone = [node for node in found if pool.count(node.page_id) == 1]
         require(len(alone) == pool.num_evictable, "the count of evictable pages")
         tails = sorted((node for node in alone if not node.children), key=pool.policy_key)
         require(list(pool.tails) == tails, "the tails, in the order of eviction")
-        told = [node for node in found.values() if node.is_tail]
-        require(len(told) == len(tails) and {*told} == {*tails}, "nodes that believe to be tails")
+        told = sum(node.is_tail for node in found)
+        require(told == len(tails) == sum(n.is_tail for n in tails), "nodes that think to be tails")
 
-    def _check_children(self, parent: PageNode | RootNode) -> None:
-        """The keys of siblings and where they say that they hang."""
-        depth = parent.depth + 1 if isinstance(parent, PageNode) else 0
-        keys = list(parent.children)
-        for left, right in itertools.pairwise(keys):
+    def _check_children(self, parent: PageNode) -> None:
+        """The keys of siblings, and where they say that they hang."""
+        if parent.children and parent.parent is not None:
+            require(parent.num_tokens == self.page_size, "an inner part-filled page")
+        for left, right in itertools.pairwise(parent.children):
             require(left < right, "the order of children")
             require(not right.startswith(left), "a key that is a prefix of another")
-        if keys and isinstance(parent, PageNode):
-            require(parent.num_tokens == self.page_size, "an inner part-filled page")
         for key, node in parent.children.items():
             require(node.key == key and node.parent is parent, "a parent link")
-            require(node.depth == depth, "where a page lies")
+            require(node.depth == parent.depth + 1, "where a page lies")
             require(1 <= node.num_tokens <= self.page_size, "how full a page is")

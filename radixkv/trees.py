@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from radixkv.compiled_tree import CompiledPool, CompiledTree
-from radixkv.plain_tree import PlainPool, PlainTree
+from radixkv.plain_pool import PlainPool
+from radixkv.plain_tree import PlainTree
 from radixkv.pool import load_kernel, plain_is_wanted
 from radixkv.radix import RadixTree
 

@@ -433,8 +433,8 @@ COMPILED_DAMAGE: dict[str, Callable[[Any], None]] = {
 PLAIN_DAMAGE: dict[str, Callable[[Any], None]] = {
     "an owner too many": lambda c: c.pool.hold(np.array([1])),
     "an owner too few": lambda c: c.pool._owners.__setitem__(1, 0),
-    "tokens": lambda c: setattr(c.tree, "_num_tokens", 0),
-    "evictable": lambda c: setattr(c.pool, "_num_evictable", 5),
+    "tokens": lambda c: setattr(c.tree, "num_tokens", 0),
+    "evictable": lambda c: setattr(c.pool, "num_evictable", 5),
     "free": lambda c: c.pool._given_back.append(1),
     "tail": lambda c: setattr(c.pool.tails[0], "is_tail", False),
     "no tail": lambda c: c.pool.tails.clear(),
@@ -442,9 +442,8 @@ PLAIN_DAMAGE: dict[str, Callable[[Any], None]] = {
     "key": lambda c: setattr(c.pool.nodes[1], "key", b"1234"),
     "depth": lambda c: setattr(c.pool.nodes[2], "depth", 0),
     "parent": lambda c: setattr(c.pool.nodes[2], "parent", c.pool.nodes[2]),
-    "root": lambda c: setattr(c.pool.nodes[2], "root", None),
-    "below": lambda c: setattr(c.pool.nodes[1].root, "num_pages", 1),
-    "tokens below": lambda c: setattr(c.pool.nodes[1].root, "num_tokens", 1),
+    "stand-in": lambda c: c.pool.stand_in(1, 2),
+    "children": lambda c: c.pool.nodes[1].parent.children.clear(),
     "namespace": lambda c: c.tree.roots.clear(),
     "node": lambda c: c.pool.nodes.pop(2),
 }

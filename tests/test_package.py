@@ -61,6 +61,7 @@ IMPORT_ORDER = [
     "costs",
     "reference",
     "pool",
+    "plain_pool",
     "plain_tree",
     "compiled_tree",
     "trees",

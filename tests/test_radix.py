@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixkv.compiled_tree import CompiledPool, CompiledTree
-from radixkv.plain_tree import PlainPool, PlainTree
+from radixkv.plain_pool import PlainPool
+from radixkv.plain_tree import PlainTree
 from radixkv.radix import (
     MAX_TOKEN_ID,
     common_prefix,
