@@ -72,7 +72,7 @@ class Mirror:
         if isinstance(first, (Lease, Pin)):
             return Mirror(first, second)
         if not isinstance(first, (PagePool, RadixTree, PageStorage, LayerPages)):
-            assert _plain(first) == _plain(second), (first, second)
+            assert _plain(first) == _plain(second), f"{first!r:.2000}\n{second!r:.2000}"
         return first
 
 

@@ -62,6 +62,9 @@ class Twins:
         self.cache = mirrored_cache(SPEC, config)
         assert isinstance(self.cache, Mirror), "the compiled tree needs Numba"
         self.cache._now = lambda: self.now
+        for cache in self.cache.pair:  # nothing is written here, and both save the same
+            for stored in cache.storage.pages:
+                stored.zero_()
         self.leases: list[Any] = []
         self.pins: list[Any] = []
 
