@@ -69,9 +69,9 @@ class PageNode:
 
     key: bytes
     page_id: int
-    parent: PageNode | None
+    parent: PageNode | None = field(repr=False)
     depth: int
-    children: dict[bytes, PageNode] = field(default_factory=dict)
+    children: dict[bytes, PageNode] = field(default_factory=dict, repr=False)
     last_access: int = 0
     num_hits: int = 0
     priority: int = 0
