@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def _failing_step(seed: int, steps: int) -> int:
-    driver = Driver(Seeded(seed), plain=seed % 2 == 1)
+    driver = Driver(Seeded(seed), twins=seed % 4 == 3)
     for step in range(steps):
         try:
             driver.step()

@@ -46,7 +46,7 @@ Source = Bytes | Seeded
 class Driver:
     """One world, one source of numbers, one operation a step."""
 
-    def __init__(self, source: Source, *, plain: bool = False) -> None:
+    def __init__(self, source: Source, *, twins: bool = False) -> None:
         self.source = source
         self.page_size = PAGE_SIZES[source.below(len(PAGE_SIZES))]
         self.alphabet = 2 + source.below(3)
@@ -55,7 +55,7 @@ class Driver:
             num_pages=3 + source.below(14),
             eviction=("lru", "lru", "lfu", "priority")[source.below(4)],
             pin_share=(0.3, 0.6, 1.0)[source.below(3)],
-            plain=plain,
+            twins=twins,
         )
         self.known: list[Tokens] = []
 
@@ -154,9 +154,9 @@ def run_bytes(data: bytes) -> None:
 def run_seed(seed: int, steps: int) -> int:
     """Run ``steps`` operations from a seed; returns how many comparisons were made.
 
-    Every second seed runs the kernel as plain Python, the others compiled where Numba is.
+    Every fourth seed runs both trees side by side, the others the compiled one where Numba is.
     """
-    driver = Driver(Seeded(seed), plain=seed % 2 == 1)
+    driver = Driver(Seeded(seed), twins=seed % 4 == 3)
     for _ in range(steps):
         driver.step()
     driver.world.close()

@@ -124,14 +124,14 @@ def points(tokenizer: Any, model: Any) -> list[tuple[str, Any, str]]:
     """Every place that is made to fail: (name, owner, attribute)."""
     import rich.progress
 
-    from radixkv import beam, cache, drawing, engine, guided, pool, radix, request, sampling
+    from radixkv import beam, cache, compiled_tree, drawing, engine, guided, pool, request, sampling
 
     kind = type(tokenizer)
     return [
         ("allocation: pages", pool.PagePool, "allocate"),
         ("allocation: copy of a page", pool.PageStorage, "copy_page"),
-        ("allocation: eviction", radix.RadixTree, "evict"),
-        ("allocation: node", radix.RadixTree, "insert"),
+        ("allocation: eviction", compiled_tree.CompiledTree, "evict"),
+        ("allocation: node", compiled_tree.CompiledTree, "insert"),
         ("allocation: lease", cache.PrefixCache, "try_acquire"),
         ("allocation: match", cache.PrefixCache, "match"),
         ("allocation: extend", cache.Lease, "extend_encoded"),

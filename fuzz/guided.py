@@ -1,6 +1,6 @@
 """Coverage-guided fuzzing of tree, pool and cache with atheris: bytes are operations.
 
-The kernel runs as plain Python, whose lines the fuzzer can follow.
+The plain tree runs, whose lines the fuzzer can follow.
 
 python -m fuzz.guided [corpus folder] [libFuzzer options, such as -runs=2000]
 """
@@ -14,11 +14,17 @@ def main() -> None:
     import atheris  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     sys.modules["numba"] = None  # type: ignore[assignment]
-    include = ["radixkv.radix", "radixkv.pool", "radixkv.cache", "radixkv_kernels.tree"]
+    include = [
+        "radixkv.radix",
+        "radixkv.pool",
+        "radixkv.cache",
+        "radixkv.plain_pool",
+        "radixkv.plain_tree",
+    ]
     with atheris.instrument_imports(include=include):
         from fuzz.driver import run_bytes
-        from radixkv_kernels import tree
-    assert not tree.COMPILED
+        from radixkv.pool import load_kernel
+    assert load_kernel() is None
     import torch
 
     torch.set_num_threads(1)

@@ -34,12 +34,12 @@ class CacheMachine(RuleBasedStateMachine):
         num_pages=st.integers(2, 12),
         eviction=st.sampled_from(["lru", "lfu", "priority"]),
         pin_share=st.sampled_from([0.3, 0.6, 1.0]),
-        plain=st.booleans(),
+        twins=st.booleans(),
     )
     def start(
-        self, page_size: int, num_pages: int, eviction: str, pin_share: float, plain: bool
+        self, page_size: int, num_pages: int, eviction: str, pin_share: float, twins: bool
     ) -> None:
-        self.world = World(page_size, num_pages, eviction, pin_share, plain)
+        self.world = World(page_size, num_pages, eviction, pin_share, twins)
 
     def held(self, index: int) -> Held:
         return self.world.leases[index % len(self.world.leases)]

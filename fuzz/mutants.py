@@ -3,8 +3,9 @@
     python -m fuzz.mutants --count 44 --seed 1
 
 Each mutant changes one operator or constant, or leaves out one statement, chosen by seed. It is
-caught if a short run of the seeded worlds fails or never ends, or else if the tests of the
-four files do. Each is printed with what caught it. The kernel runs as plain Python.
+caught if a short run of the seeded worlds fails or never ends, or else if the tests of these
+files do. Each is printed with what caught it. The plain tree runs, but for mutants of the compiled
+one, which is compiled anew for each.
 """
 
 from __future__ import annotations
@@ -27,17 +28,23 @@ import torch
 CPU_LIMIT_S = 120  # of worlds, and of tests: more is a loop without end
 WALL_LIMIT_S = 1800  # of tests: threads that wait for each other use no processor time
 ROOT = Path(__file__).resolve().parent.parent
+COMPILED = ("radixkv/compiled_tree.py", "kernels/tree.py")
 FILES = (
-    "radixkv/radix.py", "radixkv/pool.py", "radixkv/cache.py", "radixkv/lease.py", "kernels/tree.py"
+    "radixkv/radix.py", "radixkv/pool.py", "radixkv/cache.py", "radixkv/lease.py",
+    "radixkv/plain_pool.py", "radixkv/plain_tree.py", *COMPILED
 )  # fmt: skip
-TESTS = ("test_radix.py", "test_pool.py", "test_cache.py", "test_cache_leaks.py", "test_view.py")
-#: What they do not claim to check: texts, attention (which has tests of its own), code that only
-#: runs compiled, and `check`, which checks the rest.
+TESTS = (
+    "test_radix.py", "test_pool.py", "test_cache.py", "test_cache_leaks.py", "test_view.py",
+    "test_plain_tree.py", "test_compiled_tree.py",
+)  # fmt: skip
+#: What they do not claim to check: texts, attention (which has tests of its own), what only
+#: costs time, and `check`, which checks the rest.
 LEFT_OUT = {
     "free_device_bytes", "__repr__", "_head", "attend", "attend_batch", "_attention_batch",
-    "_broken", "check", "_refuse_room", "_inline", "_jit", "narrow", "encode", "load_kernel",
-    "_shared_loop", "_fetch_ahead", "copy_tokens",
+    "_broken", "check", "_check_queues", "_check_children", "_refuse_room", "_inline", "_jit",
+    "_prefetch", "_fetch_ahead", "load_kernel", "nbytes", "require",
 }  # fmt: skip
+_OURS = ("radixkv", "radixkv_kernels", "fuzz")
 _SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE,
     ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.And: ast.Or, ast.Or: ast.And,
@@ -138,7 +145,7 @@ def _limit_cpu() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S))
 
 
-def _worlds_fail(folder: Path, seeds: int) -> bool:
+def _worlds_fail(folder: Path, seeds: int, compiled: bool) -> bool:
     """Whether seeded worlds over the copy fail, or take more than CPU_LIMIT_S.
 
     In a fork, so that torch is imported once for all mutants.
@@ -149,11 +156,12 @@ def _worlds_fail(folder: Path, seeds: int) -> bool:
         os.dup2(silent, 1)
         os.dup2(silent, 2)
         _limit_cpu()
-        os.environ.update(RADIXKV_POISON="1", RADIXKV_PLAIN_TREE="1")
+        os.environ.update(RADIXKV_POISON="1", RADIXKV_PLAIN_TREE=str(int(not compiled)))
         warnings.simplefilter("error")
-        for name in [n for n in sys.modules if n.split(".")[0] in ("radixkv", "fuzz")]:
+        for name in [n for n in sys.modules if n.split(".")[0] in _OURS]:
             del sys.modules[name]
-        sys.modules["numba"] = None  # type: ignore[assignment]
+        if not compiled:
+            sys.modules["numba"] = None  # type: ignore[assignment]
         sys.path[:] = [str(folder), *(p for p in sys.path if p not in ("", str(ROOT)))]
         os.chdir(folder)
         try:
@@ -167,12 +175,13 @@ def _worlds_fail(folder: Path, seeds: int) -> bool:
     return os.waitpid(child, 0)[1] != 0
 
 
-def _tests_fail(folder: Path) -> bool:
+def _tests_fail(folder: Path, compiled: bool) -> bool:
     """Whether the tests of the files that are broken fail on the copy, or never end."""
     command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", "-W", "error"]
-    command += ["--import-mode=importlib", "-k", "not compiled and not False and not does_not_grow"]
+    chosen = "not does_not_grow" if compiled else "not compiled and not False and not does_not_grow"
+    command += ["--import-mode=importlib", "-k", chosen]
     command += [f"tests/{name}" for name in TESTS]
-    env = {**os.environ, "PYTHONPATH": str(folder), "RADIXKV_PLAIN_TREE": "1"}
+    env = {**os.environ, "PYTHONPATH": str(folder), "RADIXKV_PLAIN_TREE": str(int(not compiled))}
     try:
         done = subprocess.run(
             command,
@@ -193,9 +202,10 @@ def caught_by(site: Site, text: str, seeds: int) -> str:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _copy(folder, site, text)
-        if _worlds_fail(folder, seeds):
+        compiled = site.file in COMPILED
+        if _worlds_fail(folder, seeds, compiled):
             return "worlds"
-        return "tests" if _tests_fail(folder) else ""
+        return "tests" if _tests_fail(folder, compiled) else ""
 
 
 def main() -> int:
@@ -204,9 +214,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--worlds", type=int, default=40, help="seeded worlds a mutant must pass")
     parser.add_argument("--skip", type=int, default=0, help="the first of them, run before")
+    parser.add_argument("--file", default="", help="break only files whose name has this in it")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    every = [site for file in FILES for site in sites(file)]
+    every = [site for file in FILES if args.file in file for site in sites(file)]
     sound = Site(FILES[0], 0, "as it is", 0)
     if not args.skip and caught_by(sound, (ROOT / FILES[0]).read_text(), args.worlds):
         print("worlds or tests fail without any mutant; mend that first", file=sys.stderr)

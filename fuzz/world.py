@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 import warnings
 import zlib
 from dataclasses import dataclass, field
@@ -21,13 +20,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from fuzz.mirror import compare, mirrored_cache
 from radixkv.cache import _ALL, Lease, Pin, PrefixCache
 from radixkv.config import KVConfig
 from radixkv.errors import CapacityError
-from radixkv.pool import load_kernel
 from radixkv.quant import KVSpec
+from radixkv.radix import EXPIRED
 
-PLAIN = os.environ.get("RADIXKV_PLAIN_TREE") == "1"
 NUM_LAYERS = 2
 SPEC = KVSpec(num_layers=NUM_LAYERS, num_kv_heads=1, head_dim=2, v_head_dim=1)
 Tokens = tuple[int, ...]
@@ -101,7 +100,7 @@ class World:
     num_pages: int = 8
     eviction: str = "lru"
     pin_share: float = 0.5
-    plain: bool = False  # the kernel as plain Python
+    twins: bool = False  # the plain tree beside the compiled one
     now: float = 0.0
     leases: list[Held] = field(default_factory=list)
     pins: list[Pinned] = field(default_factory=list)
@@ -109,19 +108,19 @@ class World:
 
     def __post_init__(self) -> None:
         page_bytes = 4 * 3 * NUM_LAYERS * self.page_size
-        os.environ["RADIXKV_PLAIN_TREE"] = str(int(self.plain or PLAIN))
-        self.cache = PrefixCache(
-            SPEC,
-            KVConfig(
-                dtype="model",
-                page_size=self.page_size,
-                capacity=page_bytes * self.num_pages + page_bytes // 2,
-                eviction=self.eviction,
-                pin_share=self.pin_share,
-            ),
-            backend="torch",
+        config = KVConfig(
+            dtype="model",
+            page_size=self.page_size,
+            capacity=page_bytes * self.num_pages + page_bytes // 2,
+            eviction=self.eviction,
+            pin_share=self.pin_share,
         )
-        os.environ["RADIXKV_PLAIN_TREE"] = str(int(PLAIN))
+        # With a twin every call is made on both, and they answer alike to the page id.
+        self.cache = (
+            mirrored_cache(SPEC, config)
+            if self.twins
+            else PrefixCache(SPEC, config, backend="torch")
+        )
         self.cache._now = lambda: self.now
         self.tree: dict[object, dict[Tokens, Cached]] = {}
         self.clock = 0
@@ -427,7 +426,7 @@ class World:
             del held.lease
             if not caught:
                 gc.collect()
-        assert [w.category for w in caught] == [ResourceWarning], caught
+        assert {w.category for w in caught} == {ResourceWarning}, caught
 
     def pin(self, namespace: object, tokens: Tokens, ttl: float | None = None) -> None:
         found = self._find(namespace, tokens)
@@ -455,7 +454,7 @@ class World:
         for table in self.tree.values():
             for cached in table.values():
                 if cached.expires is not None and cached.expires <= self.now:
-                    cached.priority, cached.expires = load_kernel().EXPIRED, None
+                    cached.priority, cached.expires = EXPIRED, None
 
     def evict(self, num_tokens: int) -> None:
         before = left = sum(self._fills())
@@ -497,7 +496,7 @@ class World:
         """Compare everything that the cache holds with the model."""
         self.steps += 1
         cache, pool = self.cache, self.cache.pool
-        cache.check()
+        compare(cache)
         assert self._dump() == {
             (namespace, key): (cached.page.page_id, self._key(cached), cached.expires)
             for namespace, table in self.tree.items()

@@ -1,4 +1,4 @@
-"""Pages as a tree: match, commit, own and evict, over plain arrays; compiled if Numba is there.
+"""Pages as a tree: match, commit, own and evict, over plain arrays; compiled by Numba.
 
 Every page of the tree is a node: it holds up to ``page_size`` tokens that follow those of its
 parent. Siblings stand in a treap, a binary tree ordered by their tokens whose shape is drawn by
@@ -11,8 +11,8 @@ is given back in the order of its last use, as nearly all are, is appended to a 
 has children or not: its children stand there before it, and what is at the head has none. All
 others stand in a heap once they have no children, the next to go on top.
 
-Nothing here allocates, recurses or raises. Loaded under a name that ends in ``_plain``, or where
-Numba is not installed, the same source runs as plain Python over memoryviews: the slow twin.
+Nothing here allocates, recurses or raises. The same structure as Python objects, which gives the
+same answers to the page id, is `radixkv.plain_tree`: what this does is to be read there.
 
 The arrays; all rows are page ids, 0 is none, rows above ``counts[NUM_PAGES]`` are the roots of
 namespaces, which have children alone:
@@ -30,23 +30,15 @@ namespaces, which have children alone:
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
-COMPILED = not __name__.endswith("_plain")
-if COMPILED:
-    try:
-        from llvmlite import ir
-        from numba import types
-        from numba.core import cgutils
-        from numba.extending import intrinsic
-
-        from radixkv_kernels.compile_cache import compile_lazily
-    except ImportError:
-        COMPILED = False
+from radixkv_kernels.compile_cache import compile_lazily
 
 # counts
 NUM_PAGES, PAGE_SIZE, POLICY, NUM_FREE, NUM_EVICTABLE, NUM_QUEUED = range(6)
@@ -81,26 +73,14 @@ IN_TREE = 1 << 28
 OWNERS = IN_TREE - 1
 LONE = IN_TREE + 1  # the tree alone owns it
 
-Array = Any
-
 
 def _jit(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile what is called from Python."""
-    if COMPILED:
-        return compile_lazily(function, error_model="numpy", _nrt=False)
-
-    @functools.wraps(function)
-    def on_memory(*arguments: Any) -> Any:
-        # Plain Python reads a memoryview twice as fast as an array.
-        return function(*[memoryview(a) if isinstance(a, np.ndarray) else a for a in arguments])
-
-    return on_memory
+    return compile_lazily(function, error_model="numpy", _nrt=False)
 
 
 def _inline(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile what is called from here alone, into its callers: a call costs more than it does."""
-    if not COMPILED:
-        return function
     return compile_lazily(
         function,
         error_model="numpy",
@@ -111,26 +91,24 @@ def _inline(function: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
-if COMPILED:
+@intrinsic
+def _prefetch(_, links, row):
+    """Let the processor fetch a row in the background."""
 
-    @intrinsic
-    def _prefetch(_, links, row):
-        """Let the processor fetch a row in the background."""
+    def emit(context, builder, signature, arguments):
+        links_type, row_type = signature.args
+        array = context.make_array(links_type)(context, builder, arguments[0])
+        at = context.cast(builder, arguments[1], row_type, types.intp)
+        start = at.type(0)
+        item = cgutils.get_item_pointer(context, builder, links_type, array, [at, start])
+        address = builder.bitcast(item, cgutils.voidptr_t)
+        number = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [address.type, number, number, number])
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [address.type], kind)
+        builder.call(prefetch, [address, number(0), number(3), number(1)])  # to read, data
+        return context.get_dummy_value()
 
-        def emit(context, builder, signature, arguments):
-            links_type, row_type = signature.args
-            array = context.make_array(links_type)(context, builder, arguments[0])
-            at = context.cast(builder, arguments[1], row_type, types.intp)
-            start = at.type(0)
-            item = cgutils.get_item_pointer(context, builder, links_type, array, [at, start])
-            address = builder.bitcast(item, cgutils.voidptr_t)
-            number = ir.IntType(32)
-            kind = ir.FunctionType(ir.VoidType(), [address.type, number, number, number])
-            prefetch = builder.module.declare_intrinsic("llvm.prefetch", [address.type], kind)
-            builder.call(prefetch, [address, number(0), number(3), number(1)])  # to read, data
-            return context.get_dummy_value()
-
-        return types.void(links, row), emit
+    return types.void(links, row), emit
 
 
 @_jit
@@ -158,7 +136,8 @@ def copy_tokens(every, source, target, num_tokens):
 # --- siblings --------------------------------------------------------------------------------
 
 
-def _shared_loop(a: Array, a_start: int, b: Array, b_start: int, most: int) -> int:
+@_inline
+def _shared(a, a_start, b, b_start, most):
     """How many tokens two runs share from their beginning; mostly all of them."""
     one, other = a[a_start : a_start + most], b[b_start : b_start + most]
     differ = 0
@@ -170,19 +149,6 @@ def _shared_loop(a: Array, a_start: int, b: Array, b_start: int, most: int) -> i
         while one[shared] == other[shared]:
             shared += 1
     return shared
-
-
-def _shared_slices(a: Array, a_start: int, b: Array, b_start: int, most: int) -> int:
-    """The same with one bulk compare for runs that are equal: faster as plain Python."""
-    if a[a_start : a_start + most] == b[b_start : b_start + most]:
-        return most
-    shared = 0
-    while a[a_start + shared] == b[b_start + shared]:
-        shared += 1
-    return shared
-
-
-_shared = _inline(_shared_loop) if COMPILED else _shared_slices
 
 
 def rank(page):
@@ -468,7 +434,7 @@ def allocate(counts, links, keys, tokens, queues, pages, count):
 @_jit
 def digest(tokens, start, count, depth):
     """A hash of a page's tokens and its place: tells what was evicted, never what is there."""
-    value = depth + 1
+    value = (depth + 1) << 31  # above all bits of a token, or they would make up for each other
     for i in range(start, start + count):
         value = ((value ^ tokens[i]) * 0x100000001B3) & 0xFFFFFFFFFFFFFFF
         value ^= value >> 29
@@ -591,8 +557,7 @@ def _evict(counts, links, keys, tokens, queues, num_pages):
     freed = seen = 0
     page = ahead = _next_to_go(counts, links, keys, queues)
     while page and freed < num_pages:
-        if COMPILED:
-            ahead, seen = _fetch_ahead(links, ahead, seen, min(num_pages, freed + LOOK_AHEAD))
+        ahead, seen = _fetch_ahead(links, ahead, seen, min(num_pages, freed + LOOK_AHEAD))
         _unqueue(counts, links, keys, queues, page)
         parent = _unlink(counts, links, keys, page)
         counts[NUM_EVICTABLE] -= 1
@@ -739,7 +704,11 @@ def expire(counts, links, keys, tokens, queues, pages, count, expires):
 
 @_jit
 def clear(counts, links, keys, tokens, queues, root):
-    """Take every page below a root from the tree; returns how many are free now."""
+    """Take every page below a root from the tree; returns how many are free now.
+
+    From the last sibling to the first, and what follows one before the next: the order in which
+    pages are handed out again does not tell of the treap's shape.
+    """
     before = counts[NUM_FREE]
     page = links[root, CHILDREN]
     links[root, CHILDREN] = 0
@@ -747,13 +716,19 @@ def clear(counts, links, keys, tokens, queues, root):
     if page:
         links[page, PARENT] = 0
     while page:  # PARENT is the stack of pages still to be visited
+        later = links[page, RIGHT]
+        if later:  # they come first; the page stays on the stack
+            links[page, RIGHT] = 0
+            links[later, PARENT] = page
+            page = later
+            continue
         rest = links[page, PARENT]
-        for side in range(CHILDREN, RIGHT + 1):
+        for side in (LEFT, CHILDREN):
             other = links[page, side]
             if other:
                 links[other, PARENT] = rest
                 rest = other
-        links[page, CHILDREN] = links[page, PARENT] = 0
+        links[page, CHILDREN] = links[page, LEFT] = links[page, PARENT] = 0
         counts[NUM_TOKENS] -= links[page, FILL]
         _leave(counts, links, keys, queues, page)
         page = rest

@@ -35,15 +35,15 @@ from radixkv.guard import Guard
 from radixkv.lease import Lease, Pin, require_floats
 from radixkv.pool import (
     PageIds,
-    PagePool,
     PageStorage,
     capacity_pages,
     free_device_bytes,
     total_device_bytes,
 )
 from radixkv.quant import KVCodec, KVSpec, LayerPages
-from radixkv.radix import RadixTree, namespace_key
+from radixkv.radix import namespace_key
 from radixkv.reference import AttentionBatch, ScoreRule
+from radixkv.trees import make_tree
 
 _RULE_FIELDS = {field.name for field in fields(ScoreRule)} - {"softmax_scale"}
 _DEFAULT_CAPACITY_SHARE = 4  # capacity=None: a quarter of the free memory
@@ -108,8 +108,8 @@ class PrefixCache:
         if capacity > total_device_bytes(self.device):
             raise too_much
         try:
-            self.pool = PagePool(num_pages)
-            self.tree = RadixTree(self.page_size, self.pool, self.config.eviction)
+            self.tree = make_tree(self.page_size, num_pages, self.config.eviction)
+            self.pool = self.tree.pool
             self.storage = PageStorage(self.codec, num_pages, self.device)
         except (MemoryError, RuntimeError) as error:  # of NumPy, of torch
             raise too_much from error

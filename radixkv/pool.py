@@ -11,9 +11,9 @@ a page is free at 0 and evictable when the tree alone owns it.
 from __future__ import annotations
 
 import functools
-import importlib.util
+import logging
 import os
-import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -28,34 +28,30 @@ if TYPE_CHECKING:
 
     from radixkv.quant import KVCodec, LayerPages
 
+logger = logging.getLogger("radixkv")
+
 NULL_PAGE = 0  # padding reads and writes land here; never handed out, outside the capacity
 
 PageIds = NDArray[np.int64]  # as wide as an index: NumPy gathers by it three times as fast
 
-_FIRST_ROOTS = 16  # rows for roots of namespaces; they double as more are needed
-
 
 @functools.cache
-def load_kernel(plain: bool = False) -> ModuleType:
-    """The functions over pages in ``kernels/tree.py``: compiled by Numba, or as plain Python.
+def load_kernel() -> ModuleType | None:
+    """The compiled functions over pages, ``kernels/tree.py``; None where Numba is not installed.
 
-    Without Numba, or with RADIXKV_PLAIN_TREE=1 in the environment, a `PagePool` takes the plain
-    ones. Imported here, because it loads Numba.
+    Imported here, because it loads Numba.
     """
-    from radixkv_kernels import tree
-
+    try:
+        from radixkv_kernels import tree
+    except ImportError as error:
+        logger.info("the tree runs as plain Python, without its compiled functions: %s", error)
+        return None
     compiled: ModuleType = tree
-    if not plain or not tree.COMPILED:
-        return compiled
-    name = "radixkv_kernels.tree_plain"
-    spec = importlib.util.spec_from_file_location(name, tree.__file__)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return compiled
 
 
-def _plain_is_wanted() -> bool:
+def plain_is_wanted() -> bool:
+    """Whether RADIXKV_PLAIN_TREE=1 asks for the plain tree."""
     return os.environ.get("RADIXKV_PLAIN_TREE") == "1"
 
 
@@ -65,19 +61,18 @@ def _copy_tokens(every: tuple[Any, ...], source: int, target: int, num_tokens: i
         stored[:, target, :, :num_tokens] = stored[:, source, :, :num_tokens]
 
 
-class PagePool:
+class PagePool(ABC):
     """Reference counts and the free list of pages 1 to ``num_pages``.
 
-    The arrays, and what their columns mean, are those of ``kernels/tree.py``: a row for each
-    page, then rows for the roots of the tree's namespaces.
+    As of the tree over its pages there are two: of `radixkv.compiled_tree` and of
+    `radixkv.plain_tree`. Both hand out the same pages: those that were given back last go first,
+    a run in its order, then those never used, the lowest id first.
 
     Attributes:
         num_pages: usable pages; page 0 (`NULL_PAGE`) comes on top.
-        kernel: the functions that work on the arrays.
-        counts, links, keys, tokens, queues: the arrays; ``tokens`` is the tree's.
-        arrays: the same, as the kernel takes them.
 
-    >>> pool = PagePool(4)
+    >>> from radixkv.trees import make_tree
+    >>> pool = make_tree(page_size=16, num_pages=4).pool
     >>> pages = pool.allocate(3)
     >>> pages.tolist(), pool.num_free
     ([1, 2, 3], 1)
@@ -86,36 +81,18 @@ class PagePool:
     4
     """
 
-    def __init__(self, num_pages: int, *, plain: bool | None = None) -> None:
+    def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        if plain is None:
-            plain = _plain_is_wanted()
-        self.kernel = kernel = load_kernel(plain)
-        # Fresh zeros: the operating system commits memory only as pages are used.
-        self.counts = np.zeros(kernel.NOTED + kernel.NUM_NOTED, dtype=np.int64)
-        self.links = np.zeros((num_pages + 1 + _FIRST_ROOTS, kernel.NUM_LINKS), dtype=np.int32)
-        self.keys = np.zeros((num_pages + 1 + _FIRST_ROOTS, kernel.NUM_KEYS), dtype=np.int64)
-        self.tokens = np.zeros(0, dtype=np.int32)
-        self.queues = np.zeros((2, num_pages + 2), dtype=np.int32)
-        self.counts[kernel.NUM_PAGES] = self.counts[kernel.NUM_FREE] = num_pages
-        # A stack with the lowest id on top, so that memory is touched only as pages are used.
-        self.queues[kernel.FREE, :num_pages] = np.arange(num_pages, 0, -1)
-        self._free_roots = list(range(num_pages + _FIRST_ROOTS, num_pages, -1))
-        self.hand_over()
-
-    def hand_over(self) -> None:
-        """Give the kernel the arrays, after one was replaced."""
-        self.arrays = (self.counts, self.links, self.keys, self.tokens, self.queues)
 
     @property
+    @abstractmethod
     def num_free(self) -> int:
-        """Pages without an owner."""
-        return int(self.counts[self.kernel.NUM_FREE])
+        """Pages without an owner. O(1)."""
 
     @property
+    @abstractmethod
     def num_evictable(self) -> int:
-        """Pages that the tree alone owns."""
-        return int(self.counts[self.kernel.NUM_EVICTABLE])
+        """Pages that the tree alone owns. O(1)."""
 
     @property
     def num_available(self) -> int:
@@ -135,39 +112,42 @@ class PagePool:
                 f"pages: asked for {count}, {self.num_free} of {self.num_pages} are free; "
                 f"release leases or pins, or raise KVConfig.capacity"
             )
-        page_ids = np.empty(count, dtype=np.int64)
-        self.kernel.allocate(*self.arrays, page_ids, count)
-        return page_ids
+        return self._take(count)
 
+    @abstractmethod
+    def _take(self, count: int) -> PageIds:
+        """As `allocate`, where so many are free."""
+
+    @abstractmethod
     def hold(self, page_ids: PageIds) -> None:
         """Add an owner to pages that have one already."""
-        self.kernel.hold(*self.arrays, page_ids, page_ids.size)
 
+    @abstractmethod
     def drop(self, page_ids: PageIds) -> None:
-        """Take an owner other than the tree from pages; those left without one are free."""
-        self.kernel.drop(*self.arrays, page_ids, page_ids.size)
+        """Take an owner other than the tree from pages; those left without one are free.
 
+        From the last to the first, so that a run given back is handed out again in its order.
+        """
+
+    @abstractmethod
     def count(self, page_id: int) -> int:
         """Owners of one page, the tree among them."""
-        kernel = self.kernel
-        return int(self.links.item(page_id, kernel.STATE) & kernel.OWNERS)
 
+    @abstractmethod
     def counts_of(self, page_ids: PageIds) -> NDArray[np.int32]:
         """Owners of each page given, the tree among them."""
-        owners: NDArray[np.int32] = self.links[page_ids, self.kernel.STATE] & self.kernel.OWNERS
-        return owners
 
     @property
+    @abstractmethod
     def ref_count(self) -> NDArray[np.int32]:
         """Owners of each page, the tree among them. [num_pages + 1] int32, a copy."""
-        state = self.links[: self.num_pages + 1, self.kernel.STATE]
-        return np.asarray(state & self.kernel.OWNERS)
 
     @property
+    @abstractmethod
     def in_tree(self) -> NDArray[np.bool_]:
         """Whether the tree is an owner. [num_pages + 1] bool, a copy."""
-        return np.asarray(self.links[: self.num_pages + 1, self.kernel.STATE] >= self.kernel.LONE)
 
+    @abstractmethod
     def stand_in(self, page_id: int, tree_page: int) -> None:
         """Keep ``tree_page`` held for as long as ``page_id`` has an owner.
 
@@ -176,36 +156,19 @@ class PagePool:
         tree's own, and must never be held while the page before them in the tree is not: so
         the duplicate, while it lives, holds the tree's page in its holders' stead.
         """
-        self.kernel.stand_in(*self.arrays, page_id, tree_page)
 
+    @abstractmethod
     def stand_ins(self) -> dict[int, int]:
         """Duplicates that still have holders, and the tree pages that they hold."""
-        held = self.links[: self.num_pages + 1, self.kernel.STANDS_FOR]
-        return {page_id: int(held[page_id]) for page_id in np.flatnonzero(held).tolist()}
 
-    def add_root(self) -> int:
-        """A row for the root of a namespace's tree."""
-        if not self._free_roots:
-            rows = len(self.links)
-            more = rows - self.num_pages - 1
-            self.links = np.concatenate([self.links, np.zeros_like(self.links[:more])])
-            self.keys = np.concatenate([self.keys, np.zeros_like(self.keys[:more])])
-            self._free_roots = list(range(rows + more - 1, rows - 1, -1))
-            self.hand_over()
-        return self._free_roots.pop()
-
-    def remove_root(self, row: int) -> None:
-        """Give a row back."""
-        self._free_roots.append(row)
-
-    @property
-    def nbytes(self) -> int:
-        """Host bytes of the bookkeeping arrays."""
-        return sum(array.nbytes for array in self.arrays)
-
+    @abstractmethod
     def free_pages(self) -> PageIds:
         """The free pages, in no order."""
-        return self.queues[self.kernel.FREE, : self.num_free].astype(np.int64)
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Host bytes of the bookkeeping, the tree's among it."""
 
 
 def free_device_bytes(device: torch.device) -> int:
@@ -279,8 +242,8 @@ class PageStorage:
         # On a CPU the copies go through NumPy, whose calls cost a tenth of torch's.
         on_host = device.type == "cpu"
         self._copied: tuple[Any, ...] = tuple(t.numpy() if on_host else t for t in copied)
-        kernel = load_kernel(_plain_is_wanted())
-        self._copy_tokens = kernel.copy_tokens if on_host and kernel.COMPILED else _copy_tokens
+        kernel = load_kernel() if on_host and not plain_is_wanted() else None
+        self._copy_tokens = _copy_tokens if kernel is None else kernel.copy_tokens
 
     def layer(self, layer_idx: int) -> LayerPages:
         """Views of one layer's tensors."""

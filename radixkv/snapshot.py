@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from radixkv.pool import NULL_PAGE, PageIds, PagePool
 from radixkv.quant import LayerPages
-from radixkv.radix import Node, RadixTree, Root, Tokens, common_prefix, namespace_key
+from radixkv.radix import EXPIRED, Node, RadixTree, Root, Tokens, common_prefix, namespace_key
 from radixkv.snapshot_file import (
-    EXPIRED,
+    SAVED_EXPIRED,
     PathLike,
     SavedTree,
     Snapshot,
@@ -30,6 +30,7 @@ from radixkv.snapshot_file import (
     require_equal,
     write,
 )
+from radixkv.trees import make_tree
 from radixkv.whole_file import replacing
 
 
@@ -94,8 +95,9 @@ def collect(
     ttls = [math.nan if n.expires is None else max(0.0, n.expires - now) for n in nodes]
     pages = [n.page_ids[: -(-size // tree.page_size)] for n, size, _ in rows]
     edges = [node.tokens[:size] for node, size, _ in rows]
-    expired = tree.kernel.EXPIRED
-    priorities = [EXPIRED if n.priority == expired else max(n.priority, low + 1) for n in nodes]
+    priorities = [
+        SAVED_EXPIRED if n.priority == EXPIRED else max(n.priority, low + 1) for n in nodes
+    ]
     saved = SavedTree(
         tree.page_size,
         tuple(names),
@@ -235,8 +237,8 @@ def merge(target: PathLike, sources: Iterable[PathLike], *, progress: bool = Fal
             where = str(file.path)
             require_equal(where, "geometry or KV format", file.layout, first.layout)
             require_equal(where, "model", file.fingerprint, first.fingerprint)
-        pool = PagePool(sum(file.num_pages for file in files))
-        tree = RadixTree(first.page_size, pool)
+        tree = make_tree(first.page_size, sum(file.num_pages for file in files))
+        pool = tree.pool
         source_of = np.zeros((pool.num_pages + 1, 2), dtype=np.int64)  # of a page: file, place
 
         for number, file in enumerate(files):
@@ -468,7 +470,7 @@ def _insert(
         tree.pool.hold(page_ids[missing])
     priority, ttl_s = int(saved.priority[row]), float(saved.ttl_s[row])
     expires = None if math.isnan(ttl_s) else now + ttl_s
-    if priority == EXPIRED:  # let it expire again
+    if priority == SAVED_EXPIRED:  # let it expire again
         priority, expires = 0, now
     plain = priority == 0 and expires is None
     tree.insert(

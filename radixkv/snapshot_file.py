@@ -28,7 +28,7 @@ from radixkv.radix import MAX_TOKEN_ID, Tokens
 
 FORMAT_VERSION = 1
 TOKEN_BYTES = 4  # of a token id in the file, big-endian
-EXPIRED = -(2**63)  # in the file, the priority of what has outlived its time
+SAVED_EXPIRED = -(2**63)  # in the file, the priority of what has outlived its time
 MAGIC = b"\x89RKV\r\n\x1a\n"  # a text-mode copy changes it
 # magic, version, bytes of header and tree, bytes of the file, checksum of header and tree,
 # checksum of all before it

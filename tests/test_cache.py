@@ -6,7 +6,7 @@ import gc
 import itertools
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +213,7 @@ def test_a_failed_call_changes_nothing() -> None:
     cache = make(2, 4, pin_share=0.3)
     put(cache, [1, 2, 3, 4])
     lease = cache.acquire([1, 2, 9])
-    before = (cache.pool.links.tobytes(), cache.tree.clock, cache.tree.num_nodes, cache.stats())
+    before = (cache.render(), cache.pool.ref_count.tobytes(), cache.tree.clock, cache.stats())
     with pytest.raises(CapacityError, match="acquire: needs 4 pages"):
         cache.acquire([5, 6, 7, 8, 9, 10, 11])
     with pytest.raises(CapacityError, match="extend: needs 3 pages"):
@@ -234,7 +234,7 @@ def test_a_failed_call_changes_nothing() -> None:
     with pytest.raises(TypeError, match="hash"):
         cache.acquire([1], namespace=[])
     assert lease.token_ids.tolist() == [1, 2, 9]
-    after = (cache.pool.links.tobytes(), cache.tree.clock, cache.tree.num_nodes, cache.stats())
+    after = (cache.render(), cache.pool.ref_count.tobytes(), cache.tree.clock, cache.stats())
     assert after == before
     lease.release()
     cache.check()
@@ -424,19 +424,44 @@ def test_a_turn_of_an_agent_writes_into_the_edge_in_place() -> None:
     cache.check()
 
 
-def test_check_finds_damage() -> None:
-    for damage in (
-        lambda c: c.pool.links.__setitem__((1, 0), c.pool.links[1, 0] + 1),
-        lambda c: c.pool.counts.__setitem__(c.tree.kernel.NUM_TOKENS, 0),
-        lambda c: c.pool.counts.__setitem__(c.tree.kernel.NUM_EVICTABLE, 5),
-        lambda c: c.pool.queues.__setitem__((c.tree.kernel.FREE, 0), 1),
-    ):
-        cache = make()
-        put(cache, [1, 2, 3, 4, 5])
+COMPILED_DAMAGE: dict[str, Callable[[Any], None]] = {
+    "an owner too many": lambda c: c.pool.links.__setitem__((1, 0), c.pool.links[1, 0] + 1),
+    "tokens": lambda c: c.pool.counts.__setitem__(c.tree.kernel.NUM_TOKENS, 0),
+    "evictable": lambda c: c.pool.counts.__setitem__(c.tree.kernel.NUM_EVICTABLE, 5),
+    "free": lambda c: c.pool.queues.__setitem__((c.tree.kernel.FREE, 0), 1),
+}
+PLAIN_DAMAGE: dict[str, Callable[[Any], None]] = {
+    "an owner too many": lambda c: c.pool.hold(np.array([1])),
+    "an owner too few": lambda c: c.pool._owners.__setitem__(1, 0),
+    "tokens": lambda c: setattr(c.tree, "num_tokens", 0),
+    "evictable": lambda c: setattr(c.pool, "num_evictable", 5),
+    "free": lambda c: c.pool._given_back.append(1),
+    "tail": lambda c: setattr(c.pool.tails[0], "is_tail", False),
+    "no tail": lambda c: c.pool.tails.clear(),
+    "order": lambda c: setattr(c.pool.tails[0], "last_access", 99),
+    "key": lambda c: setattr(c.pool.nodes[1], "key", b"1234"),
+    "depth": lambda c: setattr(c.pool.nodes[2], "depth", 0),
+    "parent": lambda c: setattr(c.pool.nodes[2], "parent", c.pool.nodes[2]),
+    "stand-in": lambda c: c.pool.stand_in(1, 2),
+    "children": lambda c: c.pool.nodes[1].parent.children.clear(),
+    "namespace": lambda c: c.tree.roots.clear(),
+    "node": lambda c: c.pool.nodes.pop(2),
+}
+
+
+@pytest.mark.parametrize(
+    ("plain", "what"),
+    [*((False, what) for what in COMPILED_DAMAGE), *((True, what) for what in PLAIN_DAMAGE)],
+)
+def test_check_finds_damage(plain: bool, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RADIXKV_PLAIN_TREE", str(int(plain)))
+    cache = make()
+    put(cache, [1, 2, 3, 4, 5])
+    put(cache, [8, 8])
+    cache.check()
+    (PLAIN_DAMAGE if plain else COMPILED_DAMAGE)[what](cache)
+    with pytest.raises(CacheInvariantError, match="bug in radixkv"):
         cache.check()
-        damage(cache)
-        with pytest.raises(CacheInvariantError, match="bug in radixkv"):
-            cache.check()
 
 
 @pytest.mark.parametrize("trace", list(TRACES))
@@ -448,16 +473,36 @@ def test_traces_match_no_less_than_brute_force(trace: str) -> None:
     full = run_trace(trace, num_requests=60, capacity_tokens=8_000, baseline=False, ids="array")
     assert full.evicted_pages > 0
     assert full.host_bytes_per_token is not None
-    assert full.host_bytes_per_token < 16
 
 
-def test_what_a_step_costs_does_not_grow_with_the_tree() -> None:
+@pytest.mark.parametrize(("plain", "most"), [(False, 16), (True, 64)])
+def test_a_cached_token_takes_few_bytes_of_the_host(
+    plain: bool, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RADIXKV_PLAIN_TREE", str(int(plain)))
+    for trace in TRACES:
+        full = run_trace(trace, num_requests=60, capacity_tokens=8_000, baseline=False, ids="array")
+        assert full.host_bytes_per_token is not None
+        assert full.host_bytes_per_token < most
+
+
+@pytest.mark.parametrize(("plain", "most"), [(False, 16), (True, 32)])
+def test_what_a_step_costs_does_not_grow_with_the_tree(
+    plain: bool, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In processor time, with wide margins; `radixkv bench cache --growth` prints the figures."""
+    monkeypatch.setenv("RADIXKV_PLAIN_TREE", str(int(plain)))
     small, large = run_growth(1_000), run_growth(40_000)
     assert large.nodes > 30 * small.nodes
     assert large.match_us < 3 * small.match_us
     assert large.evict_us < 3 * small.evict_us
-    assert large.host_bytes_per_token < 16  # with leaves of one page, too
+    assert large.host_bytes_per_token < most  # with leaves of one page, too
+
+
+def test_what_a_turn_costs_does_not_grow_with_the_conversation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RADIXKV_PLAIN_TREE", "0")  # the plain one walks along the conversation
     turns = run_turns(400)
     assert np.median(turns[-100:]) < 3 * np.median(turns[:100])
 

@@ -64,6 +64,10 @@ IMPORT_ORDER = [
     "costs",
     "reference",
     "pool",
+    "plain_pool",
+    "plain_tree",
+    "compiled_tree",
+    "trees",
     "cpu_backend",
     "tiles",
     "triton_backend",
@@ -254,6 +258,42 @@ def test_every_third_party_import_is_a_declared_dependency():
             if module == "bench_engine":
                 used -= RIVALS
             assert used <= allowed, f"{folder}/{module}.py: {sorted(used - allowed)}"
+
+
+def test_the_base_install_is_fast_on_a_cpu_and_the_extra_cpu_adds_nothing():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    base = {re.match(r"[\w-]+", line).group() for line in project["dependencies"]}
+    assert {"numba", "llvmlite", "sortedcontainers"} <= base
+    assert project["optional-dependencies"]["cpu"] == []
+    install = re.search(r"'\.\[([a-z,-]+)\]' && \.venv/bin/radixkv demo", README.read_text())
+    assert install.group(1) == "demo"
+
+
+NO_NUMBA = """
+import logging, os, sys
+sys.modules["numba"] = None  # as where it is not installed
+os.environ.pop("RADIXKV_PLAIN_TREE", None)
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+from radixkv import KVConfig, KVSpec, PrefixCache
+from radixkv.trees import make_tree
+spec = KVSpec(num_layers=1, num_kv_heads=1, head_dim=4)
+cache = PrefixCache(spec, KVConfig(page_size=4, capacity=4096))
+with cache.acquire([1, 2, 3, 4, 5]) as lease:
+    lease.commit(5)
+print(type(cache.tree).__name__, cache.backend.name, cache.match([1, 2, 3, 4, 9]))
+try:
+    make_tree(4, 8, plain=False)
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_without_numba_the_plain_tree_runs_and_a_log_line_says_so(tmp_path):
+    says, does, refuses = run_python(NO_NUMBA, cwd=tmp_path).splitlines()
+    assert "plain Python" in says
+    assert "numba" in says
+    assert does == "PlainTree torch 4"
+    assert refuses == "plain: expected Numba for the compiled tree, found none; install numba"
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from radixkv import CapacityError, KVConfig, KVSpec, PrefixCache
-from radixkv.pool import PagePool, PageStorage, capacity_pages
+from radixkv.pool import PageStorage, capacity_pages
 from radixkv.quant import KVCodec
 from radixkv.radix import RadixTree, encode_tokens
+from radixkv.trees import make_tree
 
 
 def test_allocation_is_all_or_nothing_and_never_the_reserved_page() -> None:
-    pool = PagePool(3)
+    pool = make_tree(16, 3).pool
     with pytest.raises(CapacityError, match="asked for 4, 3 of 3"):
         pool.allocate(4)
     pages = pool.allocate(3)
@@ -29,18 +30,17 @@ def test_allocation_is_all_or_nothing_and_never_the_reserved_page() -> None:
     assert pool.allocate(0).size == 0
 
 
-def in_tree(pool: PagePool, page_size: int, tokens: list[list[int]]) -> RadixTree:
-    tree = RadixTree(page_size, pool)
-    for run in tokens:
-        pages = pool.allocate(-(-len(run) // page_size))
-        tree.insert(encode_tokens(run), pages)
+def tree_of(single_tokens: list[int], num_pages: int, plain: bool) -> RadixTree:
+    tree = make_tree(1, num_pages, plain=plain)
+    for token in single_tokens:
+        tree.insert(encode_tokens([token]), tree.pool.allocate(1))
     return tree
 
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_evictable_is_what_the_tree_alone_owns(plain: bool) -> None:
-    pool = PagePool(4, plain=plain)
-    tree = in_tree(pool, 1, [[1], [2], [3]])
+    tree = tree_of([1, 2, 3], 4, plain)
+    pool = tree.pool
     pages = np.array([1, 2, 3])
     assert (pool.num_evictable, pool.num_available) == (0, 1)
     pool.drop(pages[1:])
@@ -56,8 +56,7 @@ def test_evictable_is_what_the_tree_alone_owns(plain: bool) -> None:
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_stand_in_holds_until_the_duplicate_is_gone(plain: bool) -> None:
-    pool = PagePool(4, plain=plain)
-    in_tree(pool, 1, [[1], [2]])
+    pool = tree_of([1, 2], 4, plain).pool
     duplicate, third = (pool.allocate(1) for _ in range(2))
     pool.stand_in(int(duplicate[0]), 1)
     pool.drop(np.array([1]))

@@ -10,14 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixkv.pool import PagePool, load_kernel
+from radixkv.compiled_tree import CompiledPool, CompiledTree
+from radixkv.plain_pool import PlainPool
+from radixkv.plain_tree import PlainTree
 from radixkv.radix import (
     MAX_TOKEN_ID,
-    RadixTree,
     common_prefix,
     decode_tokens,
     encode_tokens,
 )
+from radixkv.trees import make_tree
 
 runs = st.lists(st.integers(0, 3), max_size=300)
 
@@ -29,8 +31,8 @@ class Owner:
     checked = True
 
     def __init__(self, page_size: int, num_pages: int, eviction: str = "lru") -> None:
-        self.pool = PagePool(num_pages, plain=self.plain)
-        self.tree = RadixTree(page_size, self.pool, eviction)
+        self.tree = make_tree(page_size, num_pages, eviction, plain=self.plain)
+        self.pool = self.tree.pool
 
     def insert(self, token_ids: list[int], namespace: Hashable = None) -> list[int]:
         tokens = encode_tokens(token_ids)
@@ -46,15 +48,16 @@ class Owner:
 
 
 @pytest.fixture(autouse=True, params=["compiled", "plain"])
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test of the tree runs on the compiled kernel and on its plain twin."""
+def each_tree(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test here runs on the compiled tree and on the plain one."""
     monkeypatch.setattr(Owner, "plain", request.param == "plain")
 
 
-def test_the_kernel_is_compiled_and_its_twin_is_not() -> None:
-    assert load_kernel().COMPILED
-    assert not load_kernel(plain=True).COMPILED
-    assert Owner(4, 8).pool.kernel is load_kernel(Owner.plain)
+def test_the_tree_is_the_one_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = PlainTree if Owner.plain else CompiledTree
+    assert type(Owner(4, 8).tree) is kind
+    monkeypatch.setenv("RADIXKV_PLAIN_TREE", str(int(Owner.plain)))
+    assert type(make_tree(4, 8)) is kind
 
 
 @given(runs, runs)
@@ -152,8 +155,8 @@ def test_a_match_ends_inside_a_page_at_the_child_that_shares_most() -> None:
 
 def test_five_thousand_prompts_that_each_extend_the_last_need_no_recursion() -> None:
     """POOL-6: page size 1, prompt i is 1..i; an edge grows in place, branches nest."""
-    pool = PagePool(30_000, plain=Owner.plain)
-    tree = RadixTree(1, pool)
+    tree = make_tree(1, 30_000, plain=Owner.plain)
+    pool = tree.pool
     ids = list(range(1, 5001))
 
     def put(token_ids: list[int]) -> None:
@@ -231,10 +234,17 @@ def test_lfu_keeps_what_is_used_often_and_priority_what_is_dear() -> None:
     assert [dear.match([t]) for t in (1, 2, 3)] == [1, 0, 0]
 
 
+def num_queued(owner: Owner) -> int:
+    """Pages among which an eviction chooses."""
+    if isinstance(owner.pool, CompiledPool):
+        return int(owner.pool.counts[owner.pool.kernel.NUM_QUEUED])
+    assert isinstance(owner.pool, PlainPool)
+    return len(owner.pool.tails)
+
+
 def test_eviction_looks_at_no_held_leaf() -> None:
     """Held leaves are not in the queue at all, and come back to it as they are given back."""
     owner = Owner(1, 3000, "lfu")
-    queued = owner.tree.kernel.NUM_QUEUED
     held = [owner.pool.allocate(1) for _ in range(1000)]
     for i, page in enumerate(held):
         owner.tree.insert(encode_tokens([10 + i]), page)
@@ -242,7 +252,7 @@ def test_eviction_looks_at_no_held_leaf() -> None:
         page = owner.pool.allocate(1)
         owner.tree.insert(encode_tokens([100_000 + i]), page)
         owner.pool.drop(page)
-    assert owner.pool.counts[queued] == 1000
+    assert num_queued(owner) == 1000
     assert owner.tree.evict(1) == 1
     assert owner.tree.evict(5000) == 999
     assert owner.tree.evict(1) == 0
@@ -253,21 +263,16 @@ def test_eviction_looks_at_no_held_leaf() -> None:
 
 
 def test_what_is_given_back_late_goes_in_the_turn_of_its_last_use() -> None:
-    """Given back after newer pages it stands in the heap; those before it may be in the list."""
     owner = Owner(1, 16)
-    kernel, pool = owner.tree.kernel, owner.pool
-    held = pool.allocate(3)
+    held = owner.pool.allocate(3)
     owner.tree.insert(encode_tokens([1, 2, 3]), held)
     newer = np.array(owner.insert([7, 8]), dtype=np.int64)
-    pool.drop(held[1:])  # the leaf goes to the heap; the page before it is in neither
+    owner.pool.drop(held[1:])
     owner.tree.check()
-    assert pool.counts[kernel.NUM_QUEUED] == 1
-    assert pool.links[held, kernel.QUEUED].tolist() == [0, 0, 1]
-    pool.hold(newer)  # the list is empty
-    pool.drop(held[:1])  # and takes the first page, which is as old as those after it
+    owner.pool.hold(newer)
+    owner.pool.drop(held[:1])
     owner.tree.check()
-    assert pool.links[held, kernel.QUEUED].tolist() == [kernel.IN_LIST, 0, 1]
-    pool.drop(newer)
+    owner.pool.drop(newer)
     for left in (2, 1, 0):
         assert owner.tree.evict(1) == 1
         owner.tree.check()
@@ -275,31 +280,13 @@ def test_what_is_given_back_late_goes_in_the_turn_of_its_last_use() -> None:
     assert owner.tree.evict(9) == 2
 
 
-def test_siblings_are_found_in_a_tree_of_logarithmic_depth() -> None:
-    """Thousands of siblings that begin alike: the way down to any of them is short."""
-    count = 2000 if Owner.plain else 20_000
-    owner = Owner(4, count + 1)
-    links, kernel = owner.pool.links, owner.tree.kernel
-    order = np.random.default_rng(0).permutation(count).tolist()
-    half = count // 2
-    for i in sorted(order[:half]) + order[half:]:  # ascending ones are the worst for a tree
-        tokens = encode_tokens([1, 2, i, 3])
-        pages, _, _ = owner.tree.acquire(tokens, 4)
-        owner.tree.insert(tokens, pages)
-        owner.pool.drop(pages)
-    depth = {owner.tree.roots[None].last_page: 0}
-    stack = [links.item(owner.tree.roots[None].last_page, kernel.CHILDREN)]
-    depth[stack[0]] = 1
-    while stack:
-        page = stack.pop()
-        for side in (kernel.LEFT, kernel.RIGHT):
-            below = links.item(page, side)
-            if below:
-                depth[below] = depth[page] + 1
-                stack.append(below)
-    assert len(depth) == count + 1
-    assert max(depth.values()) <= 50  # a random search tree of so many: 34 or so
-    assert owner.match([1, 2, order[5], 9]) == 3
+def test_pages_are_handed_out_again_in_the_order_in_which_they_were_given_back() -> None:
+    owner = Owner(2, 12)
+    first, second = (owner.insert([i] * 6) for i in (1, 2))
+    third = owner.insert([1, 1, 3, 3, 3])
+    assert [first, second, third] == [[1, 2, 3], [4, 5, 6], [1, 7, 8]]
+    assert owner.tree.clear(None) == 8  # the last sibling first, then what follows it
+    assert owner.pool.allocate(12).tolist() == [3, 2, 8, 7, 1, 6, 5, 4, 9, 10, 11, 12]
 
 
 def test_namespaces_that_are_equal_but_of_different_types_are_apart() -> None:
@@ -323,10 +310,8 @@ def test_namespaces_come_and_go_in_any_number() -> None:
     owner.tree.evict(120)
     assert sorted(owner.tree.roots) == sorted(f"tenant {i}" for i in range(110, 200))
     owner.tree.check()
-    rows = len(owner.pool.links)
     for i in range(500):
         owner.insert([i], f"another {i}")
-    assert len(owner.pool.links) <= 2 * rows
     owner.tree.check()
 
 

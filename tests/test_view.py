@@ -56,6 +56,18 @@ def test_explain_names_where_and_why() -> None:
         cache.explain([-1])
 
 
+def test_evicted_is_said_of_what_was_evicted_alone() -> None:
+    """Of pages of one token, too: neither an unused place nor another depth is taken for one."""
+    cache = make_cache(page_size=1)
+    assert {cache.explain([token]).reason for token in range(100)} == {"never_seen"}
+    put(cache, [7, 8, 9])
+    assert cache.evict(1) == 1
+    told = [token for token in range(100) if cache.explain([7, 8, token]).reason == "evicted"]
+    assert told == [9]
+    told = [token for token in range(100) if cache.explain([token]).reason == "evicted"]
+    assert told == []
+
+
 def test_evicted_tails_are_explained_too() -> None:
     cache = make_cache()
     put(cache, list(range(20)))
