@@ -301,7 +301,7 @@ UNCLEAR = [None, -1, -2, "", "x", "1", 1.5, True, np.bool_(True), [], {}, b"x", 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("value", UNCLEAR, ids=repr)
+@pytest.mark.parametrize("value", UNCLEAR, ids=lambda value: repr(value).split(" at ")[0])
 def test_every_field_takes_a_value_or_names_field_value_and_range(kind: type, value: Any) -> None:
     for name in names_of(kind):
         try:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from radixkv.chats import render_chat
-from radixkv.engine import _eos_token_ids
+from radixkv.loading import find_eos_token_ids
 from radixkv.text import encode_prompt
 
 SPECIALS = {"<s>": 0, "</s>": 1, "[CLS]": 2, "[SEP]": 3, "<en>": 4}
@@ -82,7 +82,7 @@ class Model:
 def test_end_tokens_are_the_models_and_the_tokenizers(
     model: Any, tokenizer: Any, expected: set[int]
 ) -> None:
-    assert _eos_token_ids(model, tokenizer, vocab_size=10) == expected
+    assert find_eos_token_ids(model, tokenizer, vocab_size=10) == expected
 
 
 def rendered(template: str, chat: list[Any]) -> str:
