@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -20,7 +21,7 @@ from radixkv.quant import KVCodec, KVSpec
 from radixkv.reference import attend_dense
 from radixkv.support import Seen, check_seen, refuse, windows_of
 
-_FIRST, _LOOKED = 3, 8  # the place of the first token that is looked at, and how many are
+_FIRST, _LOOKED = 3, 5  # the place of the first token that is looked at, and how many are
 _LIMIT, _HALF_LIMIT = 1e-4, 5e-2  # of the logits' range; in float32, and in narrower formats
 _TRIES = 2
 _NOISE_GAIN, _MOST_NOISE = 8, 2e-3  # of a model's own roundings; what a border moves is more
@@ -175,8 +176,11 @@ def examine(model: Any) -> Findings:
     positions = torch.arange(_FIRST, _FIRST + count, device=device)[None]
     input_ids = torch.tensor([probe_ids(model, count)], device=device)
     recorder, watch = Recorder(takes_masks=True), PositionWatch(positions)
+    keywords: dict[str, Any] = {"position_ids": positions}
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        keywords["logits_to_keep"] = 1  # nobody reads them
     with attending(recorder), watch.watching(model):
-        run_model(model, input_ids, position_ids=positions)
+        run_model(model, input_ids, **keywords)
     check_seen(model, recorder.seen)
     borders = [*config_ints(model.config).values()]
     limits = [n for n in (named, watch.table_rows) if n is not None]
