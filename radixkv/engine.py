@@ -41,7 +41,7 @@ from radixkv.request import (
     Score,
     ScoreRequest,
 )
-from radixkv.sampling import SamplerRow, sample
+from radixkv.sampling import Sampled, SamplerRow, sample
 from radixkv.scheduler import Output, Policy, Scheduler, longest_prefix_first
 from radixkv.text import encode_continuation, encode_messages, encode_prompt, is_prompt
 from radixkv.watch import WeightWatch
@@ -512,8 +512,8 @@ class Engine:
                 self._drop(progressed)
             outputs = self._scheduler.step()
             if outputs:
-                if self._has_foreign or self._watch.changed_in_step():
-                    self._drop(progressed)  # before anything that was computed is given out
+                if self._is_stale(outputs):  # before anything that was computed is given out
+                    self._drop(progressed)
                 self._deliver(outputs, progressed)
             self._settle(progressed)
             if not self._live and not self._inbox:
@@ -661,6 +661,14 @@ class Engine:
         for one in alone:
             self._sample([one])
 
+    def _is_stale(self, outputs: list[Output]) -> bool:
+        """Whether the model was changed since the last step's outputs were given out."""
+        if self._has_foreign or self._watch.changed_in_step():
+            return True
+        # What is no sample may end before anything is drawn.
+        are_samples = all(type(output.sequence.owner) is SampleRequest for output in outputs)
+        return not are_samples and self._watch.changed_unseen()
+
     def _sample(self, drawn: list[tuple[Output, list[SamplerRow]]]) -> None:
         """Draw for all at once; if that fails one by one, so that only the one at fault fails."""
         if len(drawn) == 1 and drawn[0][0].sequence.owner.done:
@@ -675,6 +683,8 @@ class Engine:
                 for one in drawn:
                     self._sample([one])
             return
+        if _may_end(sampled, rows, self.eos_token_ids) and self._watch.changed_unseen():
+            self._drop({})
         now = time.perf_counter()
         place = 0
         for output, rows in drawn:
@@ -1164,6 +1174,20 @@ def _identify(engine_ref: weakref.ref[Engine]) -> dict[str, str]:
     if engine is None:
         raise EngineClosedError("PrefixCache: expected a cache whose engine is open; keep it")
     return engine.fingerprint()
+
+
+def _may_end(
+    sampled: SequenceABC[Sampled], rows: SequenceABC[SamplerRow], eos_token_ids: Collection[int]
+) -> bool:
+    """Whether what was drawn may end a request."""
+    return any(
+        row.params.stop
+        or row.guide is not None
+        or len(row.token_ids) + 1 >= row.params.max_new_tokens
+        or token.token_id in row.params.stop_token_ids
+        or (token.token_id in eos_token_ids and not row.params.ignore_eos)
+        for token, row in zip(sampled, rows, strict=True)
+    )
 
 
 def _gather(
