@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from radixkv.request import Request
-from radixkv.sampling import SamplerRow, sample
+from radixkv.sampling import Sampled, SamplerRow, sample
 from radixkv.scheduler import Output
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def draw(drawn: list[tuple[Output, list[SamplerRow]]]) -> None:
-    """Draw for all at once; if that fails one by one, so that only the one at fault fails."""
+def draw(
+    drawn: list[tuple[Output, list[SamplerRow]]],
+    before: Callable[[list[Sampled], list[SamplerRow]], None],
+) -> None:
+    """Draw for all at once; if that fails one by one, so that only the one at fault fails.
+
+    Args:
+        before: told what was drawn for which rows, before any request gets its tokens.
+    """
     if len(drawn) == 1 and drawn[0][0].sequence.owner.done:
         return
     try:
@@ -27,8 +35,9 @@ def draw(drawn: list[tuple[Output, list[SamplerRow]]]) -> None:
             drawn[0][0].sequence.owner.fail(error)
         else:
             for one in drawn:
-                draw([one])
+                draw([one], before)
         return
+    before(sampled, rows)
     now = time.perf_counter()
     place = 0
     for output, rows in drawn:
@@ -40,6 +49,20 @@ def draw(drawn: list[tuple[Output, list[SamplerRow]]]) -> None:
                 request.on_sampled(seq, sampled[first:place], now)
             except Exception as error:
                 request.fail(error)
+
+
+def may_end(
+    sampled: Sequence[Sampled], rows: Sequence[SamplerRow], eos_token_ids: Collection[int]
+) -> bool:
+    """Whether what was drawn may end a request."""
+    return any(
+        row.params.stop
+        or row.guide is not None
+        or len(row.token_ids) + 1 >= row.params.max_new_tokens
+        or token.token_id in row.params.stop_token_ids
+        or (token.token_id in eos_token_ids and not row.params.ignore_eos)
+        for token, row in zip(sampled, rows, strict=True)
+    )
 
 
 def gather(

@@ -40,7 +40,7 @@ from radixkv.config import (
     require_int,
     require_namespace,
 )
-from radixkv.drawing import draw
+from radixkv.drawing import draw, may_end
 from radixkv.errors import (
     EngineClosedError,
     RadixKVError,
@@ -62,7 +62,7 @@ from radixkv.request import (
     Score,
     ScoreRequest,
 )
-from radixkv.sampling import SamplerRow
+from radixkv.sampling import Sampled, SamplerRow
 from radixkv.scheduler import Output, Policy, Scheduler, longest_prefix_first
 from radixkv.stats import EngineStats, Tally
 from radixkv.stream import Stream
@@ -490,8 +490,8 @@ class Engine:
                 self._drop(progressed)
             outputs = self._scheduler.step()
             if outputs:
-                if self._has_foreign or self._watch.changed_in_step():
-                    self._drop(progressed)  # before anything that was computed is given out
+                if self._is_stale(outputs):  # before anything that was computed is given out
+                    self._drop(progressed)
                 self._deliver(outputs, progressed)
             self._settle(progressed)
             if not self._live and not self._inbox:
@@ -634,9 +634,22 @@ class Engine:
                 (alone if wanted[0].params.logits_processors else together).append(one)
         self._tally.count_step(num_tokens, len(outputs))
         if together:
-            draw(together)
+            draw(together, self._look_before_the_end)
         for one in alone:
-            draw([one])
+            draw([one], self._look_before_the_end)
+
+    def _is_stale(self, outputs: list[Output]) -> bool:
+        """Whether the model was changed since the last step's outputs were given out."""
+        if self._has_foreign or self._watch.changed_in_step():
+            return True
+        # What is no sample may end before anything is drawn.
+        are_samples = all(type(output.sequence.owner) is SampleRequest for output in outputs)
+        return not are_samples and self._watch.changed_unseen()
+
+    def _look_before_the_end(self, sampled: list[Sampled], rows: list[SamplerRow]) -> None:
+        """Fail what runs if the model was changed, where what was drawn may end a request."""
+        if may_end(sampled, rows, self.eos_token_ids) and self._watch.changed_unseen():
+            self._drop({})
 
     def _forward(self, runs: list[Run]) -> Tensor:
         batch = build_batch(runs, self._runner.device)

@@ -14,7 +14,6 @@ Another thread that calls the model meanwhile gets the same values as ever.
 
 from __future__ import annotations
 
-import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -26,10 +25,9 @@ from torch import nn
 
 from radixkv.adapters import AdapterGuard
 from radixkv.huge_pages import use_huge_pages
-from radixkv.layers import FusedLayer, Handler, StandIn, as_written, stand_in
+from radixkv.layers import FusedLayer, Handler, StandIn, as_written, put_in, stand_in, take_out
 from radixkv.linear import SteadyLinear, linear_kernels
 
-_is_training = operator.itemgetter("training")
 _ATTENTION = "_attn_implementation_internal"  # where a config keeps the name of its attention
 
 
@@ -114,13 +112,26 @@ class Hold:
         with self._lock:
             self._stand_ins = found
             self._fused = [own for own in found.values() if isinstance(own, FusedLayer)]
+            inner = self._find_inner(found)
             self._guards = [own for own in found.values() if isinstance(own, AdapterGuard)]
-            self._forwards = [(module.__dict__, own) for module, own in found.items()]
+            self._forwards = [(m.__dict__, own) for m, own in found.items() if m not in inner]
             self._every = [module.__dict__ for module in modules]
-            self._moded = [place for place in self._every if "training" in place]
+            self._outer = [module.__dict__ for module in modules if module not in inner]
             self._owners = modules
             self._configs = list(configs.values())
         self.look()
+
+    @staticmethod
+    def _find_inner(found: dict[nn.Module, StandIn]) -> set[nn.Module]:
+        """The modules in fused layers, which these are told of."""
+        every: set[nn.Module] = set()
+        for layer, own in found.items():
+            if isinstance(own, FusedLayer):
+                inside = [module for module in layer.modules() if module is not layer]
+                own.inside = [module.__dict__ for module in inside]
+                own.inner = [(m.__dict__, found[m]) for m in inside if m in found]
+                every.update(inside)
+        return every
 
     def look(self) -> None:
         """See anew whether its parts are what they were; whether forwards were compiled."""
@@ -153,7 +164,7 @@ class Hold:
                 self._put()
             self._num_steps += 1
         try:
-            yield Step(self._moded, self._guards)
+            yield Step(self._places, self._guards)
         finally:
             with self._lock:
                 self._num_steps -= 1
@@ -166,7 +177,7 @@ class Hold:
         undo: list[Callable[[], None]] = []
         try:
             with self._lock:
-                self._calm(undo)
+                self._calm(undo, self._every)
             yield
         finally:
             with self._lock:
@@ -175,24 +186,30 @@ class Hold:
     def _put(self) -> None:
         undo = self._given_back
         try:
-            self._calm(undo)
+            self._calm(undo, self._places())
             configs = self._configs
             _attention.turn(configs, self._name)
             undo.append(partial(_attention.turn_back, configs))
             forwards = self._forwards
-            undo.append(partial(_take_out, forwards))
+            undo.append(partial(take_out, forwards))
             for guard in self._guards:
                 guard.begin()
-            for place, own in forwards:
-                place.setdefault("forward", own)
+            put_in(forwards)
         except BaseException:
             _undo(undo)
             raise
 
-    def _calm(self, undo: list[Callable[[], None]]) -> None:
-        """Turn training and compilation off, where they are on."""
-        compiled = [place for place in self._every if "_compiled_call_impl" in place]
-        if compiled or any(map(_is_training, self._moded)):
+    def _places(self) -> list[dict[str, Any]]:
+        """The ``__dict__`` of each module that may be called."""
+        places = self._outer
+        for own in self._fused:
+            if not own.is_ready:
+                places = [*places, *own.inside]
+        return places
+
+    def _calm(self, undo: list[Callable[[], None]], places: list[dict[str, Any]]) -> None:
+        """Turn training and compilation off, if they are on in one of ``places``."""
+        if any("_compiled_call_impl" in place or place.get("training") for place in places):
             undo.append(self._turn_off())
         for place, forward, plain in self._compiled:
             if place.get("forward") is forward:
@@ -253,11 +270,13 @@ class Step:
     """A step that runs.
 
     Args:
-        places: the ``__dict__`` of each module that has a mode.
+        places: gives the ``__dict__`` of each module that was called.
         guards: of the layers that have adapters.
     """
 
-    def __init__(self, places: list[dict[str, Any]], guards: list[AdapterGuard]) -> None:
+    def __init__(
+        self, places: Callable[[], list[dict[str, Any]]], guards: list[AdapterGuard]
+    ) -> None:
         self._places, self._guards = places, guards
         self._switches = sum(guard.switches for guard in guards)
 
@@ -265,7 +284,7 @@ class Step:
     def is_calm(self) -> bool:
         """Whether modes and adapters stayed: another thread may have called ``train()``, say."""
         return (
-            not any(map(_is_training, self._places))
+            not any(place.get("training") for place in self._places())
             and sum(guard.switches for guard in self._guards) == self._switches
         )
 
@@ -283,12 +302,6 @@ def _undo(steps: list[Callable[[], None]]) -> None:
 def _give_back(place: dict[str, Any], name: str, ours: Any, own: Any) -> None:
     if place.get(name) is ours:
         place[name] = own
-
-
-def _take_out(forwards: list[tuple[dict[str, Any], StandIn]]) -> None:
-    for place, own in forwards:
-        if place.get("forward") is own:
-            del place["forward"]
 
 
 _lock = threading.RLock()  # reentrant: a dropped engine may be collected while one is made

@@ -13,6 +13,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -357,8 +358,12 @@ class FusedLayer:
     at all parts of all layers takes a twentieth of a step that decodes one sequence.
 
     Args:
-        layer: of a known family; its linear layers and its activation are steady ones.
+        layer: of a known family.
         handler: gives who serves attention now; None if nobody does.
+
+    Attributes:
+        inner: where in the layer what stands in for which forward, when its own runs.
+        inside: the ``__dict__`` of each module in it.
 
     Accuracy: that of float32; a row's bits do not feel the other rows.
     """
@@ -368,11 +373,34 @@ class FusedLayer:
         self._family = _family(layer)
         self._handler = handler
         self._parts: _Parts | None = None
-        self._is_seen = False
+        self._is_seen = self._gave_way = False
+        self.inner: list[tuple[dict[str, Any], StandIn]] = []
+        self.inside: list[dict[str, Any]] = []
+        self._lock = threading.Lock()
+        self._num_standing = 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the compiled calls serve it, so that nothing in it is called by itself."""
+        return self._is_seen and self._parts is not None and not self._gave_way
+
+    @contextmanager
+    def standing(self) -> Iterator[None]:
+        """Within this block stand-ins are in the layer."""
+        with self._lock:
+            self._num_standing += 1
+            put_in(self.inner)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_standing -= 1
+                if not self._num_standing:
+                    take_out(self.inner)
 
     def look(self) -> None:
         """At its next call, see whether the layer is still what it was."""
-        self._is_seen = False
+        self._is_seen = self._gave_way = False
 
     def rest(self) -> None:
         """Let go of the layer's weights until its next call: they may be replaced meanwhile."""
@@ -412,8 +440,11 @@ class FusedLayer:
                     return relay.run(parts, parts.place(relay.desk), args[0], keywords)
                 cos, sin = embeddings
                 return self._run(handler, parts, args[0], cos, sin, keywords)
-        own: Tensor = type(layer).forward(layer, *args, **keywords)
-        return own
+        if handler is None or torch.compiler.is_compiling():
+            return type(layer).forward(layer, *args, **keywords)  # type: ignore[no-any-return]
+        self._gave_way = True
+        with self.standing():
+            return type(layer).forward(layer, *args, **keywords)  # type: ignore[no-any-return]
 
     def _look(self, layer: nn.Module, x: Tensor, embeddings: Sequence[Tensor]) -> bool:
         """Whether the layer, and what it is called with, are fit for the compiled calls."""
@@ -537,6 +568,19 @@ _OWN_FORWARDS = (SteadyLinear, SteadyActivation, FusedLayer, AdapterGuard, type(
 def is_stand_in(forward: Any) -> bool:
     """Whether ``forward``, as a module has it in its ``__dict__``, is one of ours, or none."""
     return type(forward) in _OWN_FORWARDS
+
+
+def put_in(forwards: Sequence[tuple[dict[str, Any], StandIn]]) -> None:
+    """Put each into its module, where that has no forward of its own."""
+    for place, own in forwards:
+        place.setdefault("forward", own)
+
+
+def take_out(forwards: Sequence[tuple[dict[str, Any], StandIn]]) -> None:
+    """Take out what `put_in` has put in."""
+    for place, own in forwards:
+        if place.get("forward") is own:
+            del place["forward"]
 
 
 def as_written(forward: Any) -> Any:

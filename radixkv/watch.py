@@ -10,13 +10,17 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 import xxhash
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from radixkv.adapters import adapter_state, is_adapted
@@ -27,6 +31,8 @@ _SAMPLES = 4  # elements of each tensor that are compared, spread over it
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = (bool, int, float, str, type(None))
 _COPY_BYTES = 1 << 22  # of a buffer whose content is kept, to be put back
+_TURNS = 4  # steps in which all of these elements are compared
+_version_of, _address_of = operator.attrgetter("_version"), Tensor.data_ptr
 _TIMES = 2  # that a forward writes a buffer before that is taken for its habit
 
 
@@ -196,6 +202,26 @@ def _versions(tensor: Tensor) -> list[int | None]:
     return [_version(one) for one in plain_tensors(tensor)]
 
 
+class _Registrations:
+    """Counts what torch is told of: modules and parameters that any module gets."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._is_told = False
+
+    def begin(self) -> None:
+        if not self._is_told:
+            self._is_told = True
+            register_module_module_registration_hook(self._add)
+            register_module_parameter_registration_hook(self._add)
+
+    def _add(self, module: nn.Module, name: str, part: Any) -> None:
+        self.count += 1
+
+
+_registrations: Final = _Registrations()
+
+
 class WeightWatch:
     """Notices that a model's weights, adapters or layers were changed since the last look.
 
@@ -223,20 +249,41 @@ class WeightWatch:
         self._model, self._probe = model, probe
         self.layers_replaced = False
         self.is_checked = True
+        self._registrations, self._turn = 0, 0
+        _registrations.begin()
         self._note()
 
     # -- looks -------------------------------------------------------------------------------
 
     def changed(self) -> bool:
         """Whether anything was changed since this was made or last said so."""
-        if not (self._is_other() or self._look_closely() != self._close or self._has_foreign()):
+        if not (
+            self._has_other_parts()
+            or self._has_other_state()
+            or self.changed_unseen()
+            or self._look_closely() != self._close
+            or self._has_foreign()
+        ):
             return False
         self.accept()
         return True
 
     def changed_in_step(self) -> bool:
-        """The cheap part of `changed`, for after each pass: weights, modules, active adapters."""
-        return self._is_other()
+        """The cheap part of `changed`, for after each pass: weights, modules, active adapters.
+
+        Modules and parameters that were put in place of others are noticed if torch was told;
+        of the elements that are compared, a part is each time (all by `changed_unseen`).
+        """
+        if self._registrations != _registrations.count:
+            if self._has_other_parts():
+                return True
+            self._registrations = _registrations.count
+        self._turn = (self._turn + 1) % _TURNS
+        return self._has_other_state() or self._has_other_samples(self._turn)
+
+    def changed_unseen(self) -> bool:
+        """Whether weights were written past torch's counters, for before a request ends."""
+        return any(map(self._has_other_samples, range(_TURNS)))
 
     def has_foreign_buffers(self) -> bool:
         """The other part, for before each pass: whether buffers were written between passes."""
@@ -253,14 +300,19 @@ class WeightWatch:
         if replaced or self._shapes != shapes:
             self.is_checked = False
 
-    def _is_other(self) -> bool:
-        return not (
-            _in_place(self._children)
-            and _in_place(self._weights)
-            and [tensor._version for tensor in self._counted] == self._versions
-            and [tensor.data_ptr() for tensor in self._plain] == self._addresses
-            and [adapter_state(place) for place in self._adapted] == self._adapters
-            and [np.concatenate(samples).tobytes() for samples in self._samples] == self._sampled
+    def _has_other_parts(self) -> bool:
+        return not (_in_place(self._children) and _in_place(self._weights))
+
+    def _has_other_state(self) -> bool:
+        return (
+            _numbers(map(_version_of, self._counted)) != self._versions
+            or _numbers(map(_address_of, self._plain)) != self._addresses
+            or [adapter_state(place) for place in self._adapted] != self._adapters
+        )
+
+    def _has_other_samples(self, turn: int) -> bool:
+        return any(
+            np.concatenate(samples).tobytes() != seen for samples, seen in self._samples[turn]
         )
 
     def _look_closely(self) -> list[Any]:
@@ -276,6 +328,7 @@ class WeightWatch:
         ]
 
     def _note(self) -> None:
+        self._registrations = _registrations.count
         modules = self._modules = list(self._model.modules())
         self._children = _places(
             (module._modules, name, child)
@@ -296,14 +349,20 @@ class WeightWatch:
         self._shapes = [(one.dtype, one.shape, one.device) for one in self._plain]
         self._counted = [one for one in self._plain if not one.is_inference()]
         self._uncounted = [one for one in self._plain if one.is_inference()]
-        self._versions = [tensor._version for tensor in self._counted]
-        self._addresses = [tensor.data_ptr() for tensor in self._plain]
+        self._versions = _numbers(map(_version_of, self._counted))
+        self._addresses = _numbers(map(_address_of, self._plain))
         self._adapted = [module.__dict__ for module in modules if is_adapted(module)]
         self._adapters = [adapter_state(place) for place in self._adapted]
         samples = [_spread(tensor) for tensor in self._plain if _readable(tensor)]
         widths = sorted({sample.dtype.itemsize for sample in samples})
-        self._samples = [[s for s in samples if s.dtype.itemsize == width] for width in widths]
-        self._sampled = [np.concatenate(samples).tobytes() for samples in self._samples]
+        self._samples = [
+            [
+                (views, np.concatenate(views).tobytes())
+                for width in widths
+                if (views := [s for s in samples[turn::_TURNS] if s.dtype.itemsize == width])
+            ]
+            for turn in range(_TURNS)
+        ]
         self._close = self._look_closely()
         known = {(id(b.place), b.name): b for b in getattr(self, "_buffers", ())}
         self._buffers: list[_Buffer] = []
@@ -399,6 +458,10 @@ _Places = tuple[list[dict[str, Any]], list[str], list[Any]]  # where modules hol
 def _places(found: Iterable[tuple[dict[str, Any], str, Any]]) -> _Places:
     lists = [list(column) for column in zip(*found, strict=True)]
     return (lists[0], lists[1], lists[2]) if lists else ([], [], [])
+
+
+def _numbers(found: Iterable[int]) -> bytes:
+    return np.fromiter(found, np.int64).tobytes()
 
 
 def _in_place(places: _Places) -> bool:

@@ -20,7 +20,7 @@ import transformers as tf
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
-from radixkv import Engine, KVConfig, RadixKVError, UnsupportedModelError
+from radixkv import BeamParams, Engine, KVConfig, RadixKVError, UnsupportedModelError
 
 COMMON = dict(
     vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
@@ -87,14 +87,14 @@ def own(model: Any, prompt: list[int] = IDS, max_new_tokens: int = 6) -> list[in
     return input_ids[0, len(prompt) :].tolist()
 
 
-def in_the_middle(engine: Engine, change: Callable[[], Any]) -> list[int]:
-    """The tokens of a request; after its fourth something is changed."""
+def in_the_middle(engine: Engine, change: Callable[[], Any], *, after: int = 4) -> list[int]:
+    """The tokens of a request; after some of its nine something is changed."""
     count = 0
 
     def process(input_ids: Any, logits: Any) -> Any:
         nonlocal count
         count += 1
-        if count == 4:
+        if count == after:
             change()
         return logits
 
@@ -293,20 +293,50 @@ def test_edits_are_noticed_in_every_mode(
         assert ask(engine) == (own(model), 0)
 
 
-@pytest.mark.parametrize("edit", [name for name in EDITS if name != "one"])
-def test_weights_that_change_in_the_middle_end_the_request(edit: str) -> None:
+@pytest.mark.parametrize("after", [4, 8])
+@pytest.mark.parametrize("edit", [*EDITS, "other parameter", "other module"])
+def test_weights_that_change_in_the_middle_end_the_request(edit: str, after: int) -> None:
     model = llama()
-    weight = model.model.layers[1].mlp.up_proj.weight
+    mlp = model.model.layers[1].mlp
 
     def change() -> None:
         with torch.no_grad():
-            EDITS[edit](weight)
+            if edit == "other parameter":
+                mlp.up_proj.weight = nn.Parameter(mlp.up_proj.weight * 2)
+            elif edit == "other module":
+                model.model.layers[1].mlp = copy.deepcopy(model.model.layers[0].mlp)
+            else:
+                EDITS[edit](mlp.up_proj.weight)
 
     with Engine(model, kv=KV) as engine:
         with pytest.raises(RadixKVError, match=CHANGED):
-            in_the_middle(engine, change)
+            in_the_middle(engine, change, after=after)
         assert ask(engine) == (own(model), 0)
         engine.cache.check()
+
+
+def test_scores_and_beams_end_when_weights_change_past_the_counters() -> None:
+    model = llama()
+    weight = model.model.layers[0].mlp.up_proj.weight
+    with Engine(model, kv=KV, max_batch_tokens=16) as engine:
+        for run in (
+            lambda: engine.score(IDS, [[5, 6]]),
+            lambda: engine.generate(IDS, BeamParams(width=2, max_new_tokens=2)),
+        ):
+            expected = run()
+            engine.cache.clear()
+            calls: list[int] = []
+
+            def change(*args: Any, calls: list[int] = calls) -> None:
+                calls.append(0)
+                if len(calls) == 3:  # of the prompt's chunks the last
+                    weight.data.mul_(1.5)
+
+            hook = model.model.layers[1].register_forward_pre_hook(change)
+            with pytest.raises(RadixKVError, match=CHANGED):
+                run()
+            hook.remove()
+            assert run() != expected
 
 
 # -- M5: modes ------------------------------------------------------------------------------------
