@@ -359,7 +359,8 @@ class Snapshot:
     """An open snapshot; preamble, header and tree were checked, pages are as they are read.
 
     It reads, rather than maps, so that neither a file cut short under it nor a failing disk
-    ends the process, and pages of the file are not counted as this process's memory.
+    ends the process, and pages of the file are not counted as this process's memory. One thread
+    at a time may use it.
 
     Args:
         path: the file.
@@ -394,7 +395,7 @@ class Snapshot:
 
     def _read_head(self, salvage: bool) -> None:
         self.num_bytes = os.fstat(self._file.fileno()).st_size
-        preamble = self._pread(0, _PREAMBLE.size)
+        preamble = self._read_at(0, _PREAMBLE.size)
         if not preamble.startswith(MAGIC):
             raise SnapshotError(
                 f"{self.path}: expected a snapshot of radixkv, got a file that does not begin "
@@ -417,7 +418,7 @@ class Snapshot:
         body_bytes = header_bytes + tree_bytes
         if header_bytes > _MAX_HEADER_BYTES or _PREAMBLE.size + body_bytes > self.num_bytes:
             raise self.damaged("header or tree is cut short")
-        body = self._pread(_PREAMBLE.size, body_bytes)
+        body = self._read_at(_PREAMBLE.size, body_bytes)
         if len(body) != body_bytes or base != _checksum(body):
             raise self.damaged("header or tree has another checksum")
         self._base = base
@@ -457,13 +458,14 @@ class Snapshot:
         self.page_size, self.page_bytes = self.layout["page_size"], self.layout["page_bytes"]
         self._stride = _round_up(self.page_bytes + _CHECKSUM_BYTES, _RECORD_ALIGN)
 
-    def _pread(self, offset: int, size: int) -> bytes:
+    def _read_at(self, offset: int, size: int) -> bytes:
         # No more than the file has: a forged size must not become memory.
         size = max(0, min(size, self.num_bytes - offset))
         parts = []
-        while size and (part := os.pread(self._file.fileno(), min(size, 1 << 30), offset)):
+        self._file.seek(offset)
+        while size and (part := self._file.read(min(size, 1 << 30))):
             parts.append(part)
-            offset, size = offset + len(part), size - len(part)
+            size -= len(part)
         return b"".join(parts)
 
     @property
@@ -492,7 +494,7 @@ class Snapshot:
             count = int(jumps[0]) + 1 if jumps.size else len(run)
             rows = buffer[:count]
             at = int(run[0])
-            got = self._pread_into(self._start + at * stride, rows.data.cast("B"))
+            got = self._read_into(self._start + at * stride, rows.data.cast("B"))
             good = np.zeros(count, dtype=np.bool_)
             for i in range(got // stride):
                 digest = rows[i, page_bytes : page_bytes + _CHECKSUM_BYTES].tobytes()
@@ -501,10 +503,11 @@ class Snapshot:
             yield slice(first, first + count), rows[:, :page_bytes], good
             first += count
 
-    def _pread_into(self, offset: int, view: memoryview) -> int:
+    def _read_into(self, offset: int, view: memoryview) -> int:
         got = 0
+        self._file.seek(offset)
         while got < len(view):
-            count = os.preadv(self._file.fileno(), [view[got:]], offset + got)
+            count = self._file.readinto(view[got:])
             if not count:
                 break
             got += count

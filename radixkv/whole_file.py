@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import secrets
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+fcntl: Any
+try:
+    import fcntl
+except ImportError:  # Windows, where nobody can remove a file that is open
+    fcntl = None
+
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+_NEW_FILE |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+_LEFT_S = 86400.0  # without locks: what was not written to for so long has no writer
 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """A new file that takes the place of ``path`` in one step when the block has ended well.
 
-    Written beside it, flushed to the disk, renamed, and the folder flushed. If the block or
-    the disk fails, ``path`` is as it was; what a killed process left beside it is removed by
-    the next writer.
+    Written beside it, flushed to the disk, renamed, and the folder flushed where the system has
+    a way to. If the block or the disk fails, ``path`` is as it was; what a killed process left
+    beside it is removed by the next writer (on Windows a day later).
 
     Raises:
         OSError: the file cannot be written.
@@ -26,7 +36,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     _remove_leftovers(target)
     while True:
         beside = target.with_name(f".{target.name}.{secrets.token_hex(6)}.saving")
-        number = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        number = os.open(beside, _NEW_FILE, 0o666)
+        if fcntl is None:
+            break
         fcntl.flock(number, fcntl.LOCK_EX)  # says that its writer lives
         if os.fstat(number).st_nlink:
             break
@@ -36,15 +48,19 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(number)
+            if fcntl is not None:
+                beside.replace(target)
+        if fcntl is None:  # an open file has no other name there
             beside.replace(target)
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
-    folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    if hasattr(os, "O_DIRECTORY"):
+        folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def _remove_leftovers(target: Path) -> None:
@@ -53,8 +69,13 @@ def _remove_leftovers(target: Path) -> None:
     for path in list(target.parent.iterdir()):
         if not (path.name.startswith(begin) and path.name.endswith(".saving")):
             continue
+        if fcntl is None:
+            with contextlib.suppress(OSError):  # gone in the meantime, or open
+                if time.time() - path.stat().st_mtime > _LEFT_S:
+                    path.unlink()
+            continue
         try:
-            number = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            number = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
         except OSError:  # gone in the meantime, or another user's
             continue
         try:
