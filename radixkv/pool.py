@@ -65,7 +65,7 @@ class PagePool(ABC):
     """Reference counts and the free list of pages 1 to ``num_pages``.
 
     As of the tree over its pages there are two: of `radixkv.compiled_tree` and of
-    `radixkv.plain_tree`. Both hand out the same pages: those that were given back last go first,
+    `radixkv.plain_pool`. Both hand out the same pages: those that were given back last go first,
     a run in its order, then those never used, the lowest id first.
 
     Attributes:
