@@ -122,6 +122,9 @@ class World:
             else PrefixCache(SPEC, config, backend="torch")
         )
         self.cache._now = lambda: self.now
+        # A collection takes as long as a thousand steps, and many steps are refused.
+        collect, num_refused = self.cache.collect_garbage, itertools.count(1)
+        self.cache.collect_garbage = lambda: next(num_refused) % 1000 == 0 and collect()  # type: ignore[method-assign]
         self.tree: dict[object, dict[Tokens, Cached]] = {}
         self.clock = 0
         self.counts = dict.fromkeys(("lookups", "lookup_tokens", "hit_tokens", "evicted", "cow"), 0)

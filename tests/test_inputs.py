@@ -150,7 +150,7 @@ def test_lone_surrogates_are_named(engine: Engine) -> None:
             ("prompt", lambda: engine.generate(bad, max_new_tokens=1)),
             ("prompt", lambda: engine.generate(chat, max_new_tokens=1)),
             ("prompt", lambda: engine.generate(deep, max_new_tokens=1)),
-            ("continuation", lambda: engine.score("in", [bad])),
+            (r"continuations\[0\]", lambda: engine.score("in", [bad])),
             ("continuation", lambda: branch.append(bad)),
             ("messages", lambda: branch.append(chat)),
             (r"SamplingParams\.stop", lambda: SamplingParams(stop=bad)),
@@ -182,8 +182,8 @@ def test_errors_about_continuations_name_them(engine: Engine) -> None:
         ([9999], "token ids from 0 to"),
         (np.array([0.5]), "array of integers"),
     ):
-        with pytest.raises((ValueError, TypeError), match=rf"^continuation: .*{says}"):
-            engine.score([5, 6], [tail])
+        with pytest.raises((ValueError, TypeError), match=rf"^continuations\[1\]: .*{says}"):
+            engine.score([5, 6], [[5], tail])
         with engine.open([5, 6]) as branch:
             with pytest.raises((ValueError, TypeError), match=rf"^continuation: .*{says}"):
                 branch.append(tail)
