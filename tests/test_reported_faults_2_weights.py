@@ -141,6 +141,7 @@ class Writing(nn.Module):
         self.register_buffer("count", torch.zeros(1), persistent=False)
         self.register_buffer("table", torch.zeros(1), persistent=False)
         self.register_buffer("bonus", torch.ones(1))
+        self.register_buffer("wide", torch.ones(2**21), persistent=False)  # too much to be copied
         self.seen = torch.zeros(1)
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,7 +162,8 @@ class Writing(nn.Module):
             case "makes lazily" if not hasattr(self, "late"):
                 self.late = torch.arange(longest)
         cos, sin = self.rope(x, position_ids)
-        return cos * self.bonus, sin * self.bonus
+        factor = self.bonus * self.wide[7]
+        return cos * factor, sin * factor
 
 
 WRITING = (
@@ -192,8 +194,9 @@ def test_what_a_forward_writes_is_no_change_and_what_others_write_is_one(kind: s
         assert changed == (own(model), 0)
         rope.rope.inv_freq = rope.rope.inv_freq / 2
         assert ask(engine)[1] == 0
-        with pytest.raises(RadixKVError, match=CHANGED):
-            in_the_middle(engine, lambda: rope.bonus.fill_(1))
+        for part in (rope.bonus, rope.wide):
+            with pytest.raises(RadixKVError, match=CHANGED):
+                in_the_middle(engine, lambda part=part: part.div_(1.5))  # type: ignore[misc]
         assert ask(engine) == (own(model), 0)
     left = [
         name
@@ -360,6 +363,21 @@ def test_requests_compute_as_in_eval_whatever_the_modes(make: Callable[[], Any])
         assert in_the_middle(engine, model.train)[:6] == expected
         assert model.training
     assert all(module.training for module in model.modules())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_dropout_of_adapters_does_not_run_in_requests(peft: Any) -> None:
+    model = llama()
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.5)
+    wrapped = peft.get_peft_model(model, config)
+    spread_adapters(model)
+    expected = own(model)
+    with Engine(wrapped, kv=KV) as engine:
+        assert ask(engine)[0] == expected
+        wrapped.train()
+        for _ in range(2):
+            engine.reset_cache()
+            assert ask(engine)[0] == expected
 
 
 def test_modes_that_change_during_a_step_are_their_owners() -> None:
