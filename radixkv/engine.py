@@ -43,6 +43,7 @@ from radixkv.request import (
 )
 from radixkv.sampling import SamplerRow, sample
 from radixkv.scheduler import Output, Policy, Scheduler, longest_prefix_first
+from radixkv.support import check_model
 from radixkv.text import encode_continuation, encode_messages, encode_prompt, is_prompt
 
 if TYPE_CHECKING:
@@ -175,6 +176,7 @@ class Engine:
             require_int("max_batch_tokens", max_batch_tokens, 1)
         self._closed = True  # until all below has worked
         if device is not None:
+            check_model(model)  # or moving it fails, for another reason
             model = model.to(device)
         self._runner = ModelRunner.load(model)
         self.model = model

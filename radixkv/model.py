@@ -32,7 +32,7 @@ from radixkv.measures import Measures
 from radixkv.probe import Findings, Recorder, examine, probe_ids, run_model, self_test
 from radixkv.quant import KVCodec, KVSpec
 from radixkv.reference import ScoreRule, rotate_rows
-from radixkv.support import check_config, check_kind, refuse
+from radixkv.support import check_model, refuse
 
 # Where the probe of `is_batch_invariant` is cut into steps. Each step reads all weights: they are
 # few, of 14, 1, 3 and 27 tokens, so that every remainder of a tile's rows occurs.
@@ -213,13 +213,7 @@ class ModelRunner:
         Raises:
             UnsupportedModelError: names what of the model's attention cannot be served.
         """
-        if not hasattr(model, "config") or not hasattr(model, "get_output_embeddings"):
-            raise TypeError(
-                f"model: expected a transformers causal LM, got {type(model).__name__}; load one "
-                f"with AutoModelForCausalLM.from_pretrained, or use Engine.from_pretrained"
-            )
-        check_kind(model)
-        check_config(model)
+        check_model(model)
         runner, findings = cls._serve(model)
         in_bits = runner.device.type == "cpu" and runner.spec.dtype == torch.float32
         try:
