@@ -64,9 +64,9 @@ def try_borders(
     model, limit = runner.model, findings.max_positions
     borders = borders_of(model.config, limit)
     state = _state(model)
-    if not borders or _tried.get(model) == state:
+    if not (borders or findings.has_own_masks) or _tried.get(model) == state:
         return
-    near = _run_length(runner, borders, limit)
+    near = _run_length(runner, findings, borders)
     if near:
         try_past_borders(runner, near)
     far = {name: n for name, n in borders.items() if n >= near}
@@ -75,12 +75,16 @@ def try_borders(
     _tried[model] = state
 
 
-def _run_length(runner: Runner, borders: dict[str, int], limit: int | None) -> int:
+def _run_length(runner: Runner, findings: Findings, borders: dict[str, int]) -> int:
     """Tokens of a run of the model itself; 0 if even the nearest border is too far."""
     if runner.device.type != "cpu" or runner.spec.dtype != torch.float32:
         return 0
+    limit = findings.max_positions
     parameters = sum(p.numel() for p in runner.model.parameters())
     most = min(_NEAR, int(_NEAR_PRODUCTS / max(parameters, 1)))
+    if findings.has_own_masks:  # whose border the config need not name
+        most = most if limit is None else min(most, limit)
+        return most if most > SELF_TEST_TOKENS else 0
     return _past(borders, limit, most)
 
 

@@ -66,7 +66,7 @@ from radixkv.sampling import Sampled, SamplerRow
 from radixkv.scheduler import Output, Policy, Scheduler, longest_prefix_first
 from radixkv.stats import EngineStats, Tally
 from radixkv.stream import Stream
-from radixkv.support import check_weights
+from radixkv.support import check_model
 from radixkv.text import (
     Conversation,
     begin_conversation,
@@ -150,7 +150,7 @@ class Engine:
         _require_engine_options(kv, max_batch_tokens, backend, policy)
         self._closed = True  # until all below has worked
         if device is not None:
-            check_weights(model)
+            check_model(model)  # or moving it fails, for another reason
             model = model.to(device)
         self._runner = ModelRunner.load(model)
         self.model = model

@@ -32,7 +32,7 @@ from radixkv.probe import Findings, Recorder, examine, probe_ids, run_model, sel
 from radixkv.quant import KVCodec, KVSpec
 from radixkv.quantized import makes_views, quantized_kinds, quiet
 from radixkv.reference import ScoreRule, rotate_rows
-from radixkv.support import check_config, check_kind, check_weights, refuse
+from radixkv.support import check_model, refuse
 from radixkv.watch import inference_places, make_normal, plain_tensors
 
 # Where the probe of `is_batch_invariant` is cut into steps. Each step reads all weights: they are
@@ -199,15 +199,8 @@ class ModelRunner:
         Raises:
             UnsupportedModelError: names what of the model's attention cannot be served.
         """
-        if not hasattr(model, "config") or not hasattr(model, "get_output_embeddings"):
-            raise TypeError(
-                f"model: expected a transformers causal LM, got {type(model).__name__}; load one "
-                f"with AutoModelForCausalLM.from_pretrained, or use Engine.from_pretrained"
-            )
         model = uncompiled(model)
-        check_kind(model)
-        check_config(model)
-        check_weights(model)
+        check_model(model)
         runner, findings = cls._serve(model)
         in_bits = runner.device.type == "cpu" and runner.spec.dtype == torch.float32
         try:

@@ -47,8 +47,10 @@ def named_limit(model: Any) -> int | None:
     """Positions that the config names; None if it names no limit."""
     text_config = model.config.get_text_config()
     limit: int | None = getattr(text_config, "max_position_embeddings", None)
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))]
+    kinds: list[Mapping[str, Any]] = []
+    for name in ("rope_parameters", "rope_scaling"):  # the second in code written for older ones
+        rope = getattr(text_config, name, None) or {}
+        kinds += [rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))]
     for kind in kinds:
         if kind.get("rope_type", kind.get("type")) not in _DYNAMIC:
             continue

@@ -66,8 +66,25 @@ def refuse(model: torch.nn.Module, what: str, mend: str) -> UnsupportedModelErro
     return UnsupportedModelError(f"{type(model).__name__}: {what}; {mend}")
 
 
+def check_model(model: Any) -> None:
+    """Refuse what is seen not to be served before anything of it is run, moved or changed.
+
+    Raises:
+        TypeError: it is no model of transformers.
+        UnsupportedModelError: it is none that is served; it names what and why.
+    """
+    if not hasattr(model, "config") or not hasattr(model, "get_output_embeddings"):
+        raise TypeError(
+            f"model: expected a transformers causal LM, got {type(model).__name__}; load one "
+            f"with AutoModelForCausalLM.from_pretrained, or use Engine.from_pretrained"
+        )
+    check_weights(model)
+    check_kind(model)
+    check_config(model)
+
+
 def check_kind(model: Any) -> None:
-    """Refuse what is no causal LM with its weights in memory, by its class and config alone."""
+    """Refuse what is no causal LM with its weights in memory."""
     for name, adapter in (getattr(model, "peft_config", None) or {}).items():
         if getattr(adapter, "is_prompt_learning", False):
             kind = getattr(adapter.peft_type, "value", adapter.peft_type)

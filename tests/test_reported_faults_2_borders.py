@@ -129,6 +129,37 @@ def test_a_window_under_a_name_that_nobody_knows_is_served():
     assert is_served(masked_llama(reach=19))
 
 
+def test_quantized_pages_have_the_masks_window_too():
+    model = masked_llama(reach=19)
+    with Engine(model, kv=KVConfig(dtype="int8", page_size=16, capacity="4MiB")) as engine:
+        result = engine.generate(IDS * 2, prompt_logprobs=0, max_new_tokens=1)
+    whole = masked_llama()
+    assert error(own_logprobs(model, IDS * 2), IDS * 2, result) < 0.1
+    assert error(own_logprobs(whole, IDS * 2), IDS * 2, result) > 0.5
+
+
+class SelfMaskedLlama(tf.LlamaForCausalLM):
+    """A Llama that gives its attention a mask that transformers did not make."""
+
+    width = 1000
+
+    def forward(self, input_ids=None, **keywords):
+        place = torch.arange(input_ids.shape[1])
+        back = place[:, None] - place
+        mask = (back >= 0) & (back < self.width)
+        return super().forward(input_ids=input_ids, attention_mask=mask[None, None], **keywords)
+
+
+class NarrowLlama(SelfMaskedLlama):
+    width = 200  # which no config names
+
+
+def test_a_mask_of_its_own_is_run_to_the_end():
+    assert is_served(spread(SelfMaskedLlama(tf.LlamaConfig(**C))))
+    with pytest.raises(UnsupportedModelError, match="from token 200 of a sequence"):
+        Engine(spread(NarrowLlama(tf.LlamaConfig(**C))), kv=KV)
+
+
 @pytest.mark.parametrize("chunk", [16, 40, 100])
 def test_chunked_attention_is_refused_as_such_however_far_it_shows(chunk):
     with pytest.raises(UnsupportedModelError, match=rf"chunked attention, in chunks of {chunk}"):
@@ -379,6 +410,13 @@ def test_a_model_that_cannot_be_served_is_refused_with_the_true_reason(make, mat
     model = make()
     with pytest.raises(UnsupportedModelError, match=f"(?s){match}"):
         Engine(model, kv=KV)
+
+
+def test_what_cannot_be_moved_is_refused_for_what_it_is():
+    with pytest.raises(UnsupportedModelError, match="meta device"):
+        Engine(on_meta(), kv=KV, device="cpu")
+    with pytest.raises(TypeError, match="expected a transformers causal LM, got str"):
+        Engine("a name", kv=KV, device="cpu")
 
 
 def test_what_is_refused_is_left_as_it_was():
