@@ -562,6 +562,22 @@ def test_new_ids_are_read_as_soon_as_they_are_drawn(tied: bool) -> None:
         assert ask(engine) == (own(model), 0)
 
 
+@pytest.mark.parametrize("another_comes", [False, True])
+def test_what_waits_for_another_vocabulary_ends(another_comes: bool) -> None:
+    model = llama()
+    with Engine(model, kv=KV) as engine:
+        options: dict[str, Any] = dict(temperature=0, max_new_tokens=3, ignore_eos=True)
+        waiting = engine.submit(IDS, **options)
+        model.resize_token_embeddings(1100, mean_resizing=False)
+        later = [engine.submit(IDS, **options)] if another_comes else []
+        while not all(request.done for request in (waiting, *later)):
+            engine.step()
+        with pytest.raises(RadixKVError, match=CHANGED):
+            waiting.result()
+        for request in later:
+            assert request.result().samples[0].token_ids == own(model, max_new_tokens=3)
+
+
 def test_a_head_that_is_wider_than_the_embeddings_says_so_when_that_is_felt() -> None:
     model = llama()
     with Engine(model, kv=KV) as engine:
