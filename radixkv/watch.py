@@ -230,8 +230,8 @@ class WeightWatch:
     place of others, other active adapters, factors that modules hold (a norm's epsilon, a scale:
     floats among their attributes, but those that forwards write), and, on a CPU, writes past
     torch's counters (``.data``, NumPy) where they touch one of the spread elements that it
-    compares. It does not see a write past the counters that touches none of these, or that is on a GPU, nor hooks, of
-    which most only look: after such a one, call `Engine.reset_cache`. Buffers that were written
+    compares. It does not see a write past the counters that touches none of these, or that is on
+    a GPU, nor hooks, of which most only look: after such a one, call `Engine.reset_cache`. Buffers that were written
     are no change if a forward makes of them what they were.
 
     Args:
