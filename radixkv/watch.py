@@ -231,8 +231,8 @@ class WeightWatch:
     floats among their attributes, but those that forwards write), and, on a CPU, writes past
     torch's counters (``.data``, NumPy) where they touch one of the spread elements that it
     compares. It does not see a write past the counters that touches none of these, or that is on
-    a GPU, nor hooks, of which most only look: after such a one, call `Engine.reset_cache`. Buffers that were written
-    are no change if a forward makes of them what they were.
+    a GPU, nor hooks, of which most only look: after such a one, call `Engine.reset_cache`.
+    Buffers that were written are no change if a forward makes of them what they were.
 
     Args:
         probe: runs the model once, as an engine does; without it any other buffer is a change.
