@@ -99,8 +99,8 @@ CASES: dict[str, list[str]] = {
         "test_engine.py::test_request_that_can_never_fit_is_refused_at_once",
     ],
     "SCH-4 client stops reading half way": [
-        "test_engine.py::test_abandoned_streams_give_their_pages_back",
-        "test_engine.py::test_a_stream_that_nobody_reads_is_paused",
+        "test_stream.py::test_abandoned_streams_give_their_pages_back",
+        "test_stream.py::test_a_stream_that_nobody_reads_is_paused",
     ],
     "TXT-2 characters split over tokens": [
         "test_text.py::test_a_character_comes_whole_and_only_when_its_last_byte_is_there",
@@ -117,7 +117,7 @@ CASES: dict[str, list[str]] = {
     ],
     "THR-1 shared tokenizer from threads": [
         "test_text.py::test_threads_with_one_tokenizer_get_their_single_thread_results",
-        "test_engine.py::test_async_and_threads_give_what_one_call_gives",
+        "test_stream.py::test_async_and_threads_give_what_one_call_gives",
     ],
     "MOD-1 learned positions restart at zero": [
         f"{HERE}::test_mod_1_positions_go_on_after_a_cached_prefix",
