@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import radixkv.model as model_module
 from radixkv import Engine, KVConfig
 from radixkv.layers import FusedLayer, steady
-from radixkv_kernels import linear as kernels
+from radixkv_kernels.cpu import linear as kernels
 
 FAMILIES = ("llama", "mistral-window", "qwen2", "qwen3")
 
