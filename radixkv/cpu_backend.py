@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from radixkv import costs, reference
 from radixkv.quant import SCALE_DTYPE, KVCodec, KVFormat, LayerPages
 from radixkv.reference import AttentionBatch, ScoreRule
 from radixkv_kernels import compile_cache
-from radixkv_kernels.cpu.attention import AttentionCall, Step
+from radixkv_kernels.cpu.attention import AttentionCall, Rule, Step
 from radixkv_kernels.cpu.formats import (
     BFLOAT16,
     FLOAT16,
@@ -28,11 +29,12 @@ from radixkv_kernels.cpu.formats import (
     FP8_E5M2,
     INT4,
     INT8,
+    RowFormat,
     extends_in_rows,
     shares,
 )
 from radixkv_kernels.cpu.plan import MAX_DECODE_GROUP, SPLIT, Plan, make_plan
-from radixkv_kernels.cpu.records import page_arguments
+from radixkv_kernels.cpu.records import PagePlaces, page_places
 from radixkv_kernels.cpu.simd import processor
 from radixkv_kernels.cpu.write import Write
 
@@ -50,28 +52,27 @@ _FORMATS = {
 class _Stored(NamedTuple):
     """How a codec's pages are stored, in the kernels' words; of K and of V."""
 
-    formats: tuple[int, int]
-    dims: tuple[int, int]
+    k: RowFormat
+    v: RowFormat
     rotate: tuple[bool, bool]
 
 
 def _stored(codec: KVCodec) -> _Stored:
     known: _Stored | None = codec.__dict__.get("_cpu_stored")
     if known is None:
-        forms = (codec.k_format, codec.v_format)
-        k_fmt, v_fmt = (
-            _FORMATS[form.code_dtype if form.name == "model" else form.name] for form in forms
+        k, v = (
+            RowFormat(_FORMATS[f.code_dtype if f.name == "model" else f.name], f.head_dim)
+            for f in (codec.k_format, codec.v_format)
         )
-        dims = (codec.k_format.head_dim, codec.v_format.head_dim)
-        known = _Stored((k_fmt, v_fmt), dims, (codec.rotate_k, codec.rotate_v))
+        known = _Stored(k, v, (codec.rotate_k, codec.rotate_v))
         codec.__dict__["_cpu_stored"] = known
     return known
 
 
-def _places(layer: LayerPages) -> tuple[int, ...]:
-    places: tuple[int, ...] | None = layer.__dict__.get("_cpu_places")
+def _places(layer: LayerPages) -> PagePlaces:
+    places: PagePlaces | None = layer.__dict__.get("_cpu_places")
     if places is None:
-        places = layer.__dict__["_cpu_places"] = page_arguments(*layer)
+        places = layer.__dict__["_cpu_places"] = page_places(*layer)
     return places
 
 
@@ -103,11 +104,11 @@ def write_kv(
     Accuracy: without rotation, bit for bit that of the reference; with it, within one code
     (the rotation adds in another order).
     """
-    formats, _, rotate = _stored(codec)
+    k_form, v_form, rotate = _stored(codec)
     slots = _packed("slot_mapping", slot_mapping, torch.int64)
     center = None if k_center is None else _rows(k_center)
     rows = (_rows(k), _rows(v))
-    if not Write(formats, slots, *rows, rotate=rotate).run(_places(layer), center):
+    if not Write(k_form, v_form, slots, *rows, rotate=rotate).run(_places(layer), center):
         _refuse_rows(codec, k, v, layer_idx, k_center)
 
 
@@ -123,8 +124,8 @@ def _refuse_rows(
 def _plan(codec: KVCodec, batch: AttentionBatch, group: int) -> Plan:
     shared = []
     spec, mode, stored = codec.spec, codec.config.shared_prefix, _stored(codec)
-    in_rows = extends_in_rows(stored.formats)
-    can = shares(stored.formats, *stored.dims)
+    in_rows = extends_in_rows(stored.k, stored.v)
+    can = shares(stored.k, stored.v)
     if mode != "never" and can and group <= MAX_DECODE_GROUP:
         shared = _shared_splits(batch, codec.config.page_size, in_rows)
     if shared and mode == "auto":
@@ -214,7 +215,7 @@ def _measure(codec: KVCodec, group: int) -> costs.SharingCost:
             seq_lens,
             starts,
             group,
-            in_rows=extends_in_rows(stored.formats),
+            in_rows=extends_in_rows(stored.k, stored.v),
             shared=shared,
             num_kv_heads=1 << 10,
         )
@@ -223,9 +224,9 @@ def _measure(codec: KVCodec, group: int) -> costs.SharingCost:
             torch.tensor(seq_lens, dtype=torch.int32),
             torch.tensor(starts, dtype=torch.int32),
         )
-        call = Step(plan, *stored[:2], num_heads * group, num_heads, stored.rotate, *tables)
-        q = torch.ones(num_seqs, num_heads * group, stored.dims[0], dtype=torch.float32)
-        return partial(call.attend, _places(layer), q, softmax_scale=1.0, num_threads=num_threads)
+        call = Step(plan, stored.k, stored.v, num_heads * group, num_heads, stored.rotate, *tables)
+        q = torch.ones(num_seqs, num_heads * group, stored.k.head_dim, dtype=torch.float32)
+        return partial(call.attend, _places(layer), q, Rule(1.0), num_threads=num_threads)
 
     def least(calls: list[Callable[[], object]], clock: Callable[[], float]) -> list[float]:
         taken = np.empty((rounds + 1, len(calls)))  # the first round is for the caches
@@ -253,8 +254,8 @@ def _step(codec: KVCodec, batch: AttentionBatch, num_q_heads: int, head_dim: int
     stored, num_kv_heads = _stored(codec), codec.spec.num_kv_heads
     return Step(
         _plan(codec, batch, max(1, num_q_heads // num_kv_heads)),
-        stored.formats,
-        (head_dim, stored.dims[1]),
+        replace(stored.k, head_dim=head_dim),
+        stored.v,
         num_q_heads,
         num_kv_heads,
         stored.rotate,
@@ -277,7 +278,7 @@ def paged_attention(
     out: Tensor = _step_of(codec, batch, q).attend(
         _places(layer),
         _rows(q),
-        *_terms(rule),
+        _terms(rule),
     )
     return out if out.dtype is q.dtype else out.to(q.dtype)
 
@@ -294,30 +295,31 @@ def prepare(
         what writes and attends to one layer's pages, on this thread: called with its pages,
         its index, its ``k_center`` (float32) and its rule.
     """
-    formats, _, rotate = _stored(codec)
+    k_form, v_form, rotate = _stored(codec)
     slots = _packed("slot_mapping", batch.slot_mapping, torch.int64)
-    write = Write(formats, slots, k, v, rotate=rotate).run
+    write = Write(k_form, v_form, slots, k, v, rotate=rotate).run
     attend = AttentionCall(_step_of(codec, batch, q), q, out).run
 
     def run(layer: LayerPages, layer_idx: int, k_center: Tensor | None, rule: ScoreRule) -> None:
         places = _places(layer)
         if not write(places, k_center):
             _refuse_rows(codec, k, v, layer_idx, k_center)
-        attend(places, *_terms(rule))
+        attend(places, _terms(rule))
 
     return run
 
 
-def _terms(rule: ScoreRule) -> tuple[float, int, float, Tensor | None, Tensor | None]:
+def _terms(rule: ScoreRule) -> Rule:
     """A rule in the kernels' words."""
-    known: tuple[float, int, float, Tensor | None, Tensor | None] | None
-    known = rule.__dict__.get("_cpu_terms")
+    known: Rule | None = rule.__dict__.get("_cpu_terms")
     if known is None:
         sinks, slopes = (
             None if one is None else one.detach().float().contiguous()
             for one in (rule.sinks, rule.alibi_slopes)
         )
-        known = (rule.softmax_scale, rule.sliding_window or 0, rule.softcap or 0.0, sinks, slopes)
+        known = Rule(
+            rule.softmax_scale, rule.sliding_window or 0, rule.softcap or 0.0, sinks, slopes
+        )
         if (sinks is None or sinks is rule.sinks) and (
             slopes is None or slopes is rule.alibi_slopes
         ):

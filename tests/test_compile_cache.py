@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
@@ -126,6 +127,31 @@ def squares(*added: int) -> tuple[int, list[int]]:
         values.append(int(number[0]))
         hits += kernel.cache_hits
     return hits, values
+
+
+def test_what_a_helper_closes_over_names_the_kernels_that_it_is_part_of(places):
+    def raised(k: int) -> tuple[int, int]:
+        add = compile_cache.compile_helper(lambda number: number + k)
+
+        def raise_it(pointer):
+            pointer[0] = add(pointer[0])
+
+        kernel, number = compile_cache.compile_callback(SIGNATURE)(raise_it), np.array([5])
+        kernel.ctypes(number.ctypes.data_as(kernel.ctypes.argtypes[0]))
+        return kernel.cache_hits, int(number[0])
+
+    assert [raised(k) for k in (1, 2, 1, 2)] == [(0, 6), (0, 7), (1, 6), (1, 7)]
+
+
+def test_a_compiler_leaves_the_garbage_collector_as_it_was(places):
+    was_enabled = gc.isenabled()
+    try:
+        for enabled in (True, False):
+            (gc.enable if enabled else gc.disable)()
+            squares(100 + enabled)
+            assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
 
 
 def kept(folder: Path) -> list[Path]:

@@ -163,7 +163,8 @@ class Case:
 
 def in_integers(form: KVFormat) -> str | None:
     fmt = {"int8": formats.INT8, "int4": formats.INT4}.get(form.name)
-    return form.name if fmt is not None and formats.in_pairs(fmt, form.head_dim) else None
+    is_so = fmt is not None and formats.RowFormat(fmt, form.head_dim).in_pairs
+    return form.name if is_so else None
 
 
 def extend_path(case: Case) -> str:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from radixkv_kernels.cpu.decode import decode_scratch_bytes, make_decode, partial_floats
+from radixkv_kernels.cpu.decode import decode_scratch_bytes, make_decode
 from radixkv_kernels.cpu.extend import extend_scratch_bytes, make_extend
-from radixkv_kernels.cpu.formats import extends_in_rows, require_sizes
+from radixkv_kernels.cpu.formats import RowFormat, extends_in_rows, require_sizes
 from radixkv_kernels.cpu.launch import (
     SMALL,
     kernel_address,
@@ -19,8 +19,21 @@ from radixkv_kernels.cpu.launch import (
     thread_memory,
     tokens_read,
 )
-from radixkv_kernels.cpu.plan import ROW_QUERIES, Plan
-from radixkv_kernels.cpu.records import ARGS, CALL, COUNTED, COUNTERS, PAGE_FIELDS, bad_number
+from radixkv_kernels.cpu.partials import partial_bytes
+from radixkv_kernels.cpu.plan import ROW_QUERIES, Pass, Plan
+from radixkv_kernels.cpu.records import (
+    ARGS,
+    COUNTED,
+    COUNTERS,
+    LAYER,
+    STEP,
+    CallMemory,
+    PagePlaces,
+    RowPlaces,
+    RuleTerms,
+    StepTables,
+    bad_number,
+)
 from radixkv_kernels.cpu.shared import make_shared, shared_scratch_bytes
 
 
@@ -44,14 +57,40 @@ class _Launch:
     scratch_bytes: int
 
 
+@dataclass(frozen=True)
+class Rule:
+    """How one layer turns q.k into attention weights.
+
+    Attributes:
+        window, softcap: 0 is none.
+        sinks, alibi_slopes: [num_q_heads] float32, contiguous.
+    """
+
+    softmax_scale: float
+    window: int = 0
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+
+    def terms(self) -> RuleTerms:
+        """In the kernels' words; right as long as the tensors live."""
+        sinks, slopes = self.sinks, self.alibi_slopes
+        return RuleTerms(
+            0 if sinks is None else sinks.data_ptr(),
+            0 if slopes is None else slopes.data_ptr(),
+            self.window,
+            self.softmax_scale,
+            self.softcap,
+        )
+
+
 class Step:
     """A plan made ready for its batch: what the layers of a step have in common.
 
     Args:
         plan: of `make_plan`, for this batch and this group of query heads. If it has shared
             splits: `shares` holds for the formats.
-        formats: of K and of V.
-        dims: head_dim of K and of V.
+        k, v: how rows of K and V are stored.
         num_q_heads, num_kv_heads: of each layer.
         rotate: whether K (and so q), and V (and so the output) are stored rotated.
         page_table: [num_seqs, max_pages] int32, rows contiguous.
@@ -63,8 +102,8 @@ class Step:
     def __init__(
         self,
         plan: Plan,
-        formats: tuple[int, int],
-        dims: tuple[int, int],
+        k: RowFormat,
+        v: RowFormat,
         num_q_heads: int,
         num_kv_heads: int,
         rotate: tuple[bool, bool],
@@ -72,52 +111,69 @@ class Step:
         seq_lens: torch.Tensor,
         cu_seqlens_q: torch.Tensor,
     ) -> None:
-        require_sizes(formats, dims)
+        require_sizes(k, v)
         if num_q_heads % num_kv_heads:
             raise ValueError(
                 f"num_q_heads: expected a multiple of the {num_kv_heads} KV heads, got "
                 f"{num_q_heads}"
             )
-        self.plan, self._num_q_heads, self._v_head_dim = plan, num_q_heads, dims[1]
+        self.plan, self._num_q_heads, self._v_head_dim = plan, num_q_heads, v.head_dim
         self._tables = (page_table, seq_lens, cu_seqlens_q)  # their addresses are in the records
-        self._common = {
-            "page_table": page_table.data_ptr(),
-            "table_row": page_table.stride(0),
-            "seq_lens": seq_lens.data_ptr(),
-            "cu_seqlens_q": cu_seqlens_q.data_ptr(),
-            "group": num_q_heads // num_kv_heads,
-            "rotate_k": rotate[0],
-            "rotate_v": rotate[1],
-        }
-        group, sizes = num_q_heads // num_kv_heads, (*formats, *dims)
-        partial_bytes = 4 * partial_floats(dims[1])
+        group = num_q_heads // num_kv_heads
+        self._tables_at = StepTables(
+            page_table=page_table.data_ptr(),
+            table_row=page_table.stride(0),
+            seq_lens=seq_lens.data_ptr(),
+            cu_seqlens_q=cu_seqlens_q.data_ptr(),
+            group=group,
+            rotate_k=rotate[0],
+            rotate_v=rotate[1],
+        )
         self.launches: list[_Launch] = []
         for step in plan.passes:
-            kept = {"num_partials": step.num_partials}
-            counters = np.zeros(COUNTERS + step.num_partials * num_kv_heads, np.int64)
-            if len(step.shared):
-                if extends_in_rows(formats):
-                    kernel = kernel_address(make_shared, *sizes)
-                    scratch = shared_scratch_bytes(*sizes, step.most_rows)
-                else:
-                    kernel = kernel_address(make_extend, *sizes, 1)
-                    scratch = extend_scratch_bytes(*sizes, group)
-                members = {"queries": step.queries.ctypes.data, "most_rows": step.most_rows}
-                self._add("shared", ("shared",), kernel, step.shared, scratch, **members, **kept)
-                # The splits that are done count for the merge.
-                merged = counters[COUNTERS:].reshape(-1, num_kv_heads)
-                merged[step.done[:, 0]] = step.done[:, 1:]
-            kernel = kernel_address(make_decode, *sizes, group)
-            offset = decode_scratch_bytes(*sizes, group)
-            scratch = offset + ROW_QUERIES * group * plan.most_splits * partial_bytes
-            kept |= {"partials_offset": offset, "tile_queries": ROW_QUERIES}
-            self._add("rows", step.names, kernel, step.rows, scratch, counters, **kept)
+            self._add_pass(step, k, v, num_kv_heads)
         if len(plan.tiles):
-            scratch = extend_scratch_bytes(*sizes, group)
-            self._add("tiles", ("tiles",), kernel_address(make_extend, *sizes), plan.tiles, scratch)
+            scratch, kernel = extend_scratch_bytes(k, v, group), kernel_address(make_extend, k, v)
+            self._add("tiles", ("tiles",), kernel, plan.tiles, scratch)
         most_partials = max((step.num_partials for step in plan.passes), default=0)
-        self.partials_bytes = num_q_heads * most_partials * partial_bytes
-        self.is_small = plan.tokens_alone * num_q_heads * sum(dims) < SMALL
+        self.partials_bytes = num_q_heads * most_partials * partial_bytes(v)
+        self.is_small = plan.tokens_alone * num_q_heads * (k.head_dim + v.head_dim) < SMALL
+
+    def _add_pass(self, step: Pass, k: RowFormat, v: RowFormat, num_kv_heads: int) -> None:
+        group, num_partials = self._tables_at.group, step.num_partials
+        counters = np.zeros(COUNTERS + num_partials * num_kv_heads, np.int64)
+        if len(step.shared):
+            if extends_in_rows(k, v):
+                kernel = kernel_address(make_shared, k, v)
+                scratch = shared_scratch_bytes(k, v, step.most_rows)
+            else:
+                kernel = kernel_address(make_extend, k, v, 1)
+                scratch = extend_scratch_bytes(k, v, group)
+            self._add(
+                "shared",
+                ("shared",),
+                kernel,
+                step.shared,
+                scratch,
+                queries=step.queries.ctypes.data,
+                most_rows=step.most_rows,
+                num_partials=num_partials,
+            )
+            # The splits that are done count for the merge.
+            merged = counters[COUNTERS:].reshape(-1, num_kv_heads)
+            merged[step.done[:, 0]] = step.done[:, 1:]
+        offset = decode_scratch_bytes(k, v, group)
+        self._add(
+            "rows",
+            step.names,
+            kernel_address(make_decode, k, v, group),
+            step.rows,
+            offset + ROW_QUERIES * group * self.plan.most_splits * partial_bytes(v),
+            counters,
+            num_partials=num_partials,
+            partials_offset=offset,
+            tile_queries=ROW_QUERIES,
+        )
 
     def _add(
         self,
@@ -130,28 +186,19 @@ class Step:
         **values: int,
     ) -> None:
         scratch_bytes = -(-scratch_bytes // 64) * 64
-        record = np.zeros((), ARGS)
-        values |= self._common | {
-            "tasks": tasks.ctypes.data,
-            "num_tasks": len(tasks),
-            "scratch_bytes": scratch_bytes,
-        }
-        for field, value in values.items():
-            record[field] = value
+        tables = self._tables_at._replace(
+            tasks=tasks.ctypes.data, num_tasks=len(tasks), scratch_bytes=scratch_bytes, **values
+        )
         if counters is None:
             counters = np.zeros(COUNTERS, np.int64)
-        kept = record.tobytes() + counters.tobytes()
-        self.launches.append(_Launch(name, paths, kernel, kept, scratch_bytes))
+        record = bytes(LAYER.size) + STEP.pack(*tables) + counters.tobytes()
+        self.launches.append(_Launch(name, paths, kernel, record, scratch_bytes))
 
     def attend(
         self,
-        places: tuple[int, ...],
+        places: PagePlaces,
         q: torch.Tensor,
-        softmax_scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        sinks: torch.Tensor | None = None,
-        alibi_slopes: torch.Tensor | None = None,
+        rule: Rule,
         *,
         num_threads: int | None = None,
     ) -> torch.Tensor:
@@ -160,10 +207,8 @@ class Step:
         Any number of threads may call it at once.
 
         Args:
-            places: `page_arguments` of the layer.
+            places: of the layer.
             q: [num_tokens, num_q_heads, head_dim] float32, last dimension contiguous.
-            window, softcap: 0 is none.
-            sinks, alibi_slopes: [num_q_heads] float32, contiguous.
             num_threads: None is torch's.
         Returns:
             [num_tokens, num_q_heads, v_head_dim] float32.
@@ -172,9 +217,7 @@ class Step:
         """
         shape = (q.shape[0], self._num_q_heads, self._v_head_dim)
         out = torch.empty(shape, dtype=torch.float32, device="cpu")
-        AttentionCall(self, q, out, num_threads).run(
-            places, softmax_scale, window, softcap, sinks, alibi_slopes
-        )
+        AttentionCall(self, q, out, num_threads).run(places, rule)
         return out
 
 
@@ -194,7 +237,7 @@ class AttentionCall:
     ) -> None:
         q_token, q_head, _ = q.stride()
         out_token, out_head, _ = out.stride()
-        self._head = (q.data_ptr(), out.data_ptr(), q_token, q_head, out_token, out_head)
+        self._rows = RowPlaces(q.data_ptr(), out.data_ptr(), q_token, q_head, out_token, out_head)
         self._num_threads = num_threads or (1 if step.is_small else torch.get_num_threads())
         scratch_bytes = max((launch.scratch_bytes for launch in step.launches), default=0)
         partials, partials_owner = thread_memory("partials", step.partials_bytes)
@@ -205,27 +248,19 @@ class AttentionCall:
         for launch in step.launches:
             record = bytearray(launch.record)
             address = ctypes.addressof(ctypes.c_char.from_buffer(record))
-            places = scratch, partials, address + ARGS.itemsize
-            self._launches.append((launch, record, address, places))
+            memory = CallMemory(scratch, partials, address + ARGS.itemsize)
+            self._launches.append((launch, record, address, memory))
 
     def run(
         self,
-        places: tuple[int, ...],
-        softmax_scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        sinks: torch.Tensor | None = None,
-        alibi_slopes: torch.Tensor | None = None,
+        places: PagePlaces,
+        rule: Rule,
     ) -> None:
         """Attend; see `Step.attend`."""
-        sinks_at = 0 if sinks is None else sinks.data_ptr()
-        slopes_at = 0 if alibi_slopes is None else alibi_slopes.data_ptr()
+        terms = rule.terms()
         for launch, record, address, memory in self._launches:
             record[:] = launch.record  # the counters, too
-            CALL.pack_into(
-                record, 0, *self._head, *places, sinks_at, slopes_at, window, *memory,
-                softmax_scale, softcap,
-            )  # fmt: skip
+            LAYER.pack_into(record, 0, *self._rows, *places, *terms, *memory)
             run_kernel(launch.kernel, address, self._num_threads)
             bad_page, _, num_read = COUNTED.unpack_from(record, ARGS.itemsize + 2 * 8)
             for path in launch.paths:
@@ -233,6 +268,6 @@ class AttentionCall:
             tokens_read[launch.name] += num_read
             if bad_page:
                 raise ValueError(
-                    f"page_table: expected page ids from 0 to "
-                    f"{places[PAGE_FIELDS.index('num_pages')] - 1}, got {bad_number(bad_page)}"
+                    f"page_table: expected page ids from 0 to {places.num_pages - 1}, got "
+                    f"{bad_number(bad_page)}"
                 )

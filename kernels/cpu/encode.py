@@ -13,15 +13,14 @@ from numba.extending import intrinsic
 from radixkv_kernels.cpu import simd
 from radixkv_kernels.cpu.formats import (
     BFLOAT16,
-    CODE_BITS,
     FLOAT16,
     FLOAT32,
+    FORMATS,
     FP8,
     INT4,
     INT4_GROUP,
     INT4_SEARCH,
     INT8,
-    LARGEST_CODE,
     MIN_SCALE,
     int4_group_size,
 )
@@ -129,9 +128,9 @@ def encode_row(
                 elif f == BFLOAT16:
                     x = simd.round_to_bf16(b, b.bitcast(x, simd.VI))
                     x = b.trunc(x, ir.VectorType(simd.I16, LANES))
-                simd.store(b, simd.narrow(b, x, count), codes, first * CODE_BITS[f] // 8)
+                simd.store(b, simd.narrow(b, x, count), codes, first * FORMATS[f].bits // 8)
             return
-        largest = LARGEST_CODE[f]
+        largest = FORMATS[f].largest
         amax = None
         for x in vectors:
             size = simd.call(b, "fabs", simd.VF, x)

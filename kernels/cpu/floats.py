@@ -10,7 +10,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from radixkv_kernels.cpu import simd
-from radixkv_kernels.cpu.formats import INT4, bytes_of_row, num_reads, padded
+from radixkv_kernels.cpu.formats import INT4, RowFormat
 from radixkv_kernels.cpu.rows import read_codes
 from radixkv_kernels.cpu.simd import LANES
 from radixkv_kernels.cpu.walk import ask_share, each_block, keys_per_block, query_chunks, row_at
@@ -37,10 +37,11 @@ def score_keys(
     out[g] gets the floats, out_bytes apart; those of the last block may go beyond ``num``.
     """
     f, dim, num_queries = simd.literal(fmt), simd.literal(head_dim), simd.literal(group)
+    form = RowFormat(f, dim)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         q, places, num, scales, scales_bytes, out, out_bytes = args[4:]
-        q, keys, q_bytes = simd.pointer(b, q), keys_per_block(num_queries), 4 * padded(f, dim)
+        q, keys, q_bytes = simd.pointer(b, q), keys_per_block(num_queries), 4 * form.padded
 
         def score(first: Any, pointers: list[Any]) -> None:
             factors = [
@@ -57,8 +58,8 @@ def score_keys(
             start: int, count: int, pointers: list[Any], factors: list[Any], out: Any
         ) -> None:
             sums: list[Any] = [None] * (count * keys)
-            for step in range(num_reads(f, dim)):
-                read = [read_codes(b, f, dim, pointers[i], factors[i], step) for i in range(keys)]
+            for step in range(form.num_reads):
+                read = [read_codes(b, form, pointers[i], factors[i], step) for i in range(keys)]
                 for part in range(len(read[0])):
                     vector = read[0][part][0]
                     for g in range(count):
@@ -81,7 +82,7 @@ def score_keys(
                     offset = b.mul(ir.Constant(simd.I64, start + first + g), out_bytes)
                     simd.store(b, block, out, offset)
 
-        each_block(b, places, num, keys, bytes_of_row(f, dim), simd.literal(ahead), score)
+        each_block(b, places, num, keys, form.num_bytes, simd.literal(ahead), score)
         return context.get_dummy_value()
 
     i64 = types.int64
@@ -109,12 +110,13 @@ def add_values(
     ``ahead`` that are only asked for, as they will be read soon.
     """
     f, dim, num_queries = simd.literal(fmt), simd.literal(head_dim), simd.literal(group)
+    form = RowFormat(f, dim)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         acc, weights, weights_bytes, places, num, scales, scales_bytes = args[4:]
         acc, places = simd.pointer(b, acc), simd.pointer(b, places)
-        acc_bytes, width = 4 * padded(f, dim), 2 if f == INT4 else 1
-        row_bytes, reads, passes = bytes_of_row(f, dim), num_reads(f, dim), []
+        acc_bytes, width = 4 * form.padded, 2 if f == INT4 else 1
+        row_bytes, reads, passes = form.num_bytes, form.num_reads, []
         for start, count in query_chunks(num_queries):
             block = max(1, simd.ACCUMULATORS // (width * (1 << (count - 1).bit_length())))
             passes += [
@@ -139,7 +141,7 @@ def add_values(
                     w = simd.load(b, simd.pointer(b, b.add(weights, place)), 0, simd.F32)
                     weight.append(simd.splat(b, w))
                 for s in steps:
-                    for v, value in read_codes(b, f, dim, row, scale, s):
+                    for v, value in read_codes(b, form, row, scale, s):
                         for g in range(count):
                             old = b.load(sums[g, v])
                             b.store(simd.fma(b, weight[g], value, old), sums[g, v])

@@ -22,11 +22,11 @@ from typing import Any
 import numba
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from radixkv_kernels.compile_cache import compile_callback
+from radixkv_kernels.compile_cache import compile_callback, compile_helper
 from radixkv_kernels.cpu import simd
 from radixkv_kernels.cpu.launch import kernel_address, run_kernel
 from radixkv_kernels.cpu.memory import fetch_add
@@ -341,12 +341,12 @@ def _gate_row(typingctx: Any, count: Any, gate: Any, up: Any):
 # -- tasks ---------------------------------------------------------------------------------------
 
 
-@njit(error_model="numpy")
+@compile_helper
 def _offset(address, num_bytes):  # type: ignore[no-untyped-def]
     return address + num_bytes if address != 0 else 0
 
 
-@njit(error_model="numpy")
+@compile_helper
 def _product(op, first, num_outputs):  # type: ignore[no-untyped-def]
     """One task's outputs, for all rows; block by block, so that its rows stay in the cache."""
     line, place = 4 * op.num_inputs, 4 * first

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
+from radixkv_kernels.compile_cache import compile_helper
 from radixkv_kernels.cpu import simd
 from radixkv_kernels.cpu.simd import LANES
 
@@ -84,14 +85,14 @@ def ask_for(typingctx: Any, address: Any):
     return types.void(types.int64), codegen
 
 
-@njit(error_model="numpy")
+@compile_helper
 def copy_words(source, target, num):  # type: ignore[no-untyped-def]
     """target[:num] = source[:num], 8 bytes each."""
     for i in range(num):
         put_i64(target, i, get_i64(source, i))
 
 
-@njit(error_model="numpy")
+@compile_helper
 def clear_around(row, low, high):  # type: ignore[no-untyped-def]
     """Zero what lies before ``low`` and after ``high`` in the vectors that hold row[:high].
 
@@ -103,7 +104,7 @@ def clear_around(row, low, high):  # type: ignore[no-untyped-def]
         put_f32(row, i, np.float32(0.0))
 
 
-@njit(error_model="numpy")
+@compile_helper
 def put_steps(target, first, step, num):  # type: ignore[no-untyped-def]
     """target[:num] = first, first + step, ...; 8 bytes each."""
     for i in range(num):

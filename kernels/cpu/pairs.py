@@ -10,17 +10,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from radixkv_kernels.cpu import simd
-from radixkv_kernels.cpu.formats import (
-    INT4,
-    INT8,
-    MIN_SCALE,
-    bytes_of_row,
-    num_groups,
-    num_halves_of,
-    pair_pieces,
-    unpacked_bytes,
-    word_spans,
-)
+from radixkv_kernels.cpu.formats import INT4, INT8, MIN_SCALE, RowFormat, pair_pieces
 from radixkv_kernels.cpu.simd import LANES
 from radixkv_kernels.cpu.walk import ask_share, each_block, keys_per_block, query_chunks, row_at
 
@@ -48,11 +38,12 @@ def load_bytes(b: Any, pointer: Any, offset: Any, count: int) -> Any:
 
 @intrinsic(prefer_literal=True)
 def quantize_query(typingctx: Any, fmt: Any, head_dim: Any, source: Any, target: Any):
-    """Turn a float32 row into int16 in the order of `word_spans`; its scale.
+    """Turn a float32 row into int16 in the order of `RowFormat.word_spans`; its scale.
 
     The largest element becomes 32767. A row with NaN or Inf has the scale NaN.
     """
     f, dim = simd.literal(fmt), simd.literal(head_dim)
+    form = RowFormat(f, dim)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         source, target = (simd.pointer(b, a) for a in args[2:])
@@ -66,7 +57,7 @@ def quantize_query(typingctx: Any, fmt: Any, head_dim: Any, source: Any, target:
         tiny = b.fcmp_ordered("<", largest, ir.Constant(simd.F32, MIN_SCALE))
         factor = simd.splat(b, b.select(tiny, ir.Constant(simd.F32, 0.0), b.fdiv(most, largest)))
         scale = b.fdiv(largest, most)
-        for i, (start, size, _) in enumerate(word_spans(f, dim)):
+        for i, (start, size, _) in enumerate(form.word_spans):
             for part in range(2):
                 count = min(LANES, size - part * LANES)
                 codes = ir.Constant(ir.VectorType(simd.I16, LANES), [0] * LANES)
@@ -82,14 +73,15 @@ def quantize_query(typingctx: Any, fmt: Any, head_dim: Any, source: Any, target:
 
 @intrinsic(prefer_literal=True)
 def unpack_rows(typingctx: Any, head_dim: Any, rows: Any, target: Any, num_rows: Any):
-    """Turn int4 rows that lie one after another into int8 ones; see `unpacked_bytes`."""
-    dim = simd.literal(head_dim)
+    """Turn int4 rows that lie one after another into int8 ones; see `RowFormat.unpacked_bytes`."""
+    form = RowFormat(INT4, simd.literal(head_dim))
+    dim = form.head_dim
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         kind = ir.VectorType(simd.I8, 2 * LANES)
         with cgutils.for_range(b, args[3]) as loop:
-            old = b.mul(loop.index, ir.Constant(simd.I64, bytes_of_row(INT4, dim)))
-            new = b.mul(loop.index, ir.Constant(simd.I64, unpacked_bytes(dim)))
+            old = b.mul(loop.index, ir.Constant(simd.I64, form.num_bytes))
+            new = b.mul(loop.index, ir.Constant(simd.I64, form.unpacked_bytes))
             row, place = simd.pointer(b, b.add(args[1], old)), simd.pointer(b, b.add(args[2], new))
             for n, (first, size) in enumerate(pair_pieces(dim // 2)):
                 codes = load_bytes(b, row, first, size)
@@ -126,13 +118,14 @@ def score_pairs(
     bytes for each group. ``unpacked``: its rows are `unpack_rows`'s.
     """
     f, dim, num_queries = simd.literal(fmt), simd.literal(head_dim), simd.literal(group)
+    form = RowFormat(f, dim)
     is_unpacked = bool(simd.literal(unpacked))
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         q, places, num, scales, line, out = args[5:]
         q = simd.pointer(b, q)
-        spans, halves = word_spans(f, dim), num_halves_of(f)
-        row_bytes = unpacked_bytes(dim) if is_unpacked else bytes_of_row(f, dim)
+        spans, halves = form.word_spans, form.num_halves
+        row_bytes = form.unpacked_bytes if is_unpacked else form.num_bytes
         keys, vector = keys_per_block(num_queries), ir.VectorType(simd.I8, 2 * LANES)
         words = ir.VectorType(simd.I16, 2 * LANES)
 
@@ -140,7 +133,7 @@ def score_pairs(
             if is_unpacked:
                 places = [2 * LANES * (halves * n + half) for half in range(halves)]
                 return [b.sext(simd.load(b, pointer, place, vector), words) for place in places]
-            first, size = pair_pieces(bytes_of_row(f, dim))[n]
+            first, size = pair_pieces(form.num_bytes)[n]
             stored = as_words(b, f, load_bytes(b, pointer, first, size))
             return (
                 [b.sub(word, simd.constant(8, words)) for word in stored] if f == INT4 else stored
@@ -159,7 +152,7 @@ def score_pairs(
         def score_chunk(start: int, count: int, pointers: list[Any], scales: Any, out: Any) -> None:
             batches = range(0, count, per_batch)
             blocks: list[Any] = [None] * len(batches)
-            for group in range(num_groups(f, dim)):
+            for group in range(form.num_groups):
                 # The group's exact sums, over all lanes, before they meet floats.
                 sums: list[Any] = [None] * (count * keys)
                 for span in (n for n in range(num_spans) if spans[n][2] == group):
@@ -312,13 +305,14 @@ def add_pairs(
     if ``unpacked``.
     """
     f, dim, num_queries = simd.literal(fmt), simd.literal(head_dim), simd.literal(group)
+    form = RowFormat(f, dim)
     is_unpacked = bool(simd.literal(unpacked))
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         acc, weights, weights_bytes, places, num = args[5:]
         acc, places = simd.pointer(b, acc), simd.pointer(b, places)
-        groups, spans, halves = num_groups(f, dim), word_spans(f, dim), num_halves_of(f)
-        row_bytes = unpacked_bytes(dim) if is_unpacked else bytes_of_row(f, dim)
+        groups, spans, halves = form.num_groups, form.word_spans, form.num_halves
+        row_bytes = form.unpacked_bytes if is_unpacked else form.num_bytes
         pieces = pair_pieces(row_bytes)
         acc_bytes = 8 * LANES * len(spans)
         words = ir.VectorType(simd.I16, 2 * LANES)
@@ -399,6 +393,7 @@ def finish_pairs(
 ):
     """target[:head_dim] = (acc[:] - offset) * factor of its scale group, in natural order."""
     f, dim = simd.literal(fmt), simd.literal(head_dim)
+    form = RowFormat(f, dim)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         acc, target, factors, offsets = (simd.pointer(b, a) for a in args[2:])
@@ -409,7 +404,7 @@ def finish_pairs(
             for part in range(2)
             for i in range(8)
         ]
-        for n, (start, size, group) in enumerate(word_spans(f, dim)):
+        for n, (start, size, group) in enumerate(form.word_spans):
             factor = simd.splat(b, simd.load(b, factors, 4 * group, simd.F32))
             parts = [simd.load(b, acc, 4 * LANES * (2 * n + part), simd.VI) for part in range(2)]
             if f == INT4:

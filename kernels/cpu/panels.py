@@ -17,17 +17,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from radixkv_kernels.cpu import simd
-from radixkv_kernels.cpu.formats import (
-    INT4,
-    INT8,
-    bytes_of_row,
-    int4_group_size,
-    num_groups,
-    num_pairs_of,
-    pair_groups,
-    pair_pieces,
-    word_spans,
-)
+from radixkv_kernels.cpu.formats import INT4, INT8, RowFormat, int4_group_size, pair_pieces
 from radixkv_kernels.cpu.pairs import as_words, load_bytes
 from radixkv_kernels.cpu.plan import SPLIT
 from radixkv_kernels.cpu.simd import LANES
@@ -44,13 +34,14 @@ HALF_M = TILE_M // 2  # rows come in tiles of _TILE_M, and a last one of half as
 
 @intrinsic(prefer_literal=True)
 def pair_query(typingctx: Any, fmt: Any, head_dim: Any, source: Any, target: Any):
-    """Copy a row of `quantize_query` into the order of `pair_groups`."""
+    """Copy a row of `quantize_query` into the order of `RowFormat.pair_groups`."""
     f, dim = simd.literal(fmt), simd.literal(head_dim)
+    form = RowFormat(f, dim)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         source, target = (simd.pointer(b, a) for a in args[2:])
         half = dim // 2
-        for i, (first, count, _) in enumerate(word_spans(f, dim)):
+        for i, (first, count, _) in enumerate(form.word_spans):
             words = simd.load(b, source, 4 * LANES * i, ir.VectorType(simd.I16, 2 * LANES))
             place = first + (half % 2 if f == INT4 and first >= half else 0)
             simd.store(b, simd.narrow(b, words, count), target, 2 * place)
@@ -68,11 +59,12 @@ def pack_keys(
     rows: int64 addresses, [8 * num_blocks + ahead]; those ``ahead`` further on are asked for.
     """
     f, dim = simd.literal(fmt), simd.literal(head_dim)
+    form = RowFormat(f, dim)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         rows, num_blocks, ahead, target = args[2:]
         rows, target = simd.pointer(b, rows), simd.pointer(b, target)
-        row_bytes, pairs = bytes_of_row(f, dim), num_pairs_of(f, dim)
+        row_bytes, pairs = form.num_bytes, form.num_pairs
         words = ir.VectorType(simd.I16, 16)
 
         def emit(pointers: list[Any], offset: Any, count: int, place: Any) -> None:
@@ -145,11 +137,12 @@ def pack_values(
     rows: as in `pack_keys`.
     """
     f, dim = simd.literal(fmt), simd.literal(head_dim)
+    form = RowFormat(f, dim)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         rows, num_pairs, ahead, target = args[2:]
         rows, target = simd.pointer(b, rows), simd.pointer(b, target)
-        row_bytes, halves = bytes_of_row(f, dim), 2 if f == INT4 else 1
+        row_bytes, halves = form.num_bytes, 2 if f == INT4 else 1
         panel_bytes = 2 * SPLIT * PANEL
         with cgutils.for_range(b, num_pairs) as loop:
             pointers = []
@@ -229,12 +222,13 @@ def score_panels(
     their scales, as `score_pairs` adds them. ``factors``: a row of ``out_bytes`` for each group.
     """
     f, dim = simd.literal(fmt), simd.literal(head_dim)
+    form = RowFormat(f, dim)
     q_line, out_line = simd.literal(q_bytes), simd.literal(out_bytes)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         q, q_scales, num_halves, panels, num_panels, factors, out = args[4:]
-        groups = pair_groups(f, dim)
-        panel_bytes = 4 * PANEL * num_pairs_of(f, dim)
+        groups = form.pair_groups
+        panel_bytes = 4 * PANEL * form.num_pairs
         with cgutils.for_range(b, num_panels) as loop:
             panel = b.add(panels, b.mul(loop.index, ir.Constant(simd.I64, panel_bytes)))
             column = b.mul(loop.index, ir.Constant(simd.I64, 4 * PANEL))
@@ -292,10 +286,11 @@ def sum_panels(
     weights: int16, a row for each query and scale group. targets: addresses of float32 rows.
     """
     f, dim, w_line = simd.literal(fmt), simd.literal(head_dim), simd.literal(weights_bytes)
+    form = RowFormat(f, dim)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         weights, num_halves, panels, num_pairs, worth, targets = args[3:]
-        groups, halves = num_groups(f, dim), 2 if f == INT4 else 1
+        groups, halves = form.num_groups, 2 if f == INT4 else 1
         size = int4_group_size(dim) if f == INT4 else dim
         targets = simd.pointer(b, targets)
 
@@ -329,7 +324,7 @@ def sum_panels(
 
             _each_tile(b, num_halves, emit)
 
-        row_bytes = bytes_of_row(f, dim)
+        row_bytes = form.num_bytes
         with cgutils.for_range(b, ir.Constant(simd.I64, halves * (row_bytes // PANEL))) as loop:
             piece = b.udiv(loop.index, ir.Constant(simd.I64, halves))
             part = b.urem(loop.index, ir.Constant(simd.I64, halves))
@@ -338,7 +333,7 @@ def sum_panels(
                 b.mul(part, ir.Constant(simd.I64, dim // 2)),
             )
             add_span(loop.index, first, b.udiv(first, ir.Constant(simd.I64, size)), PANEL)
-        for n, (first, count, group) in enumerate(word_spans(f, dim)):
+        for n, (first, count, group) in enumerate(form.word_spans):
             if count < PANEL:
                 add_span(*(ir.Constant(simd.I64, i) for i in (n, first, group)), count)
         return context.get_dummy_value()

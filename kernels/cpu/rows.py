@@ -18,9 +18,8 @@ from radixkv_kernels.cpu.formats import (
     FP8_E5M2,
     INT4,
     INT8,
+    RowFormat,
     int4_group_size,
-    num_reads,
-    row_spans,
 )
 from radixkv_kernels.cpu.simd import LANES
 
@@ -36,13 +35,15 @@ def _by_group(b: Any, first: int, count: int, group_size: int, values: Callable[
 
 
 def read_codes(
-    b: Any, fmt: int, head_dim: int, pointer: Any, scales: Any, index: int
+    b: Any, form: RowFormat, pointer: Any, scales: Any, index: int
 ) -> list[tuple[int, Any]]:
     """Load the codes of one vector (int4: two) of a row as floats, padded lanes zero.
 
-    int8, fp8 and fp8_e5m2 are not yet multiplied by the row's scale (fp8 by `code_factor` neither);
+    int8, fp8 and fp8_e5m2 are not yet multiplied by the row's scale (fp8: by its
+    `RowFormat.factor` neither);
     int4 is (``scales``: pointer to the row's float32 scales).
     """
+    fmt, head_dim = form.fmt, form.head_dim
     if fmt == INT4:
         first, count = simd.pieces(head_dim // 2)[index]
         codes = simd.load(b, pointer, first, ir.VectorType(simd.I8, count))
@@ -77,7 +78,8 @@ def read_codes(
     codes = simd.widen(b, simd.load(b, pointer, first, ir.VectorType(simd.I8, count)))
     if fmt == INT8:
         return [(index, b.sitofp(b.sext(codes, simd.VI), simd.VF))]
-    # An 8-bit float becomes a float16 by a shift (e4m3 as value * 2^-8: see `code_factor`), which
+    # An 8-bit float becomes a float16 by a shift (e4m3 as value * 2^-8: see
+    # `RowFormat.factor`), which
     # the hardware widens, subnormals too.
     kind = ir.VectorType(simd.I16, LANES)
     if fmt == FP8_E5M2:
@@ -159,12 +161,13 @@ def store_row(typingctx: Any, head_dim: Any, source: Any, target: Any, scale: An
 
 @intrinsic(prefer_literal=True)
 def to_read_order(typingctx: Any, fmt: Any, head_dim: Any, source: Any, target: Any):
-    """Copy a float32 row from its natural order to that of `row_spans`, padded with zeros."""
+    """Copy a float32 row from its natural order to that of `RowFormat.spans`, padded with zeros."""
     f, dim = simd.literal(fmt), simd.literal(head_dim)
+    form = RowFormat(f, dim)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         source, target = simd.pointer(b, args[2]), simd.pointer(b, args[3])
-        for i, (first, count) in enumerate(row_spans(f, dim)):
+        for i, (first, count) in enumerate(form.spans):
             simd.store(b, simd.load_floats(b, source, 4 * first, count), target, 4 * LANES * i)
         return context.get_dummy_value()
 
@@ -175,10 +178,11 @@ def to_read_order(typingctx: Any, fmt: Any, head_dim: Any, source: Any, target: 
 def to_natural_order(typingctx: Any, fmt: Any, head_dim: Any, source: Any, target: Any):
     """The inverse of `to_read_order`; writes head_dim floats."""
     f, dim = simd.literal(fmt), simd.literal(head_dim)
+    form = RowFormat(f, dim)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         source, target = simd.pointer(b, args[2]), simd.pointer(b, args[3])
-        for i, (first, count) in enumerate(row_spans(f, dim)):
+        for i, (first, count) in enumerate(form.spans):
             vector = simd.load_floats(b, source, 4 * LANES * i)
             simd.store(b, simd.narrow(b, vector, count), target, 4 * first)
         return context.get_dummy_value()
@@ -190,15 +194,16 @@ def to_natural_order(typingctx: Any, fmt: Any, head_dim: Any, source: Any, targe
 def dequantize_row(typingctx: Any, fmt: Any, head_dim: Any, row: Any, scales: Any, target: Any):
     """target[:] = the real values of one stored row, natural order; scales: its float32 ones."""
     f, dim = simd.literal(fmt), simd.literal(head_dim)
+    form = RowFormat(f, dim)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         row, scales, target = (simd.pointer(b, a) for a in args[2:])
         factor = (
             None if f in (INT4, FLOAT32, FLOAT16, BFLOAT16) else simd.load(b, scales, 0, simd.F32)
         )
-        spans = row_spans(f, dim)
-        for step in range(num_reads(f, dim)):
-            for v, value in read_codes(b, f, dim, row, scales, step):
+        spans = form.spans
+        for step in range(form.num_reads):
+            for v, value in read_codes(b, form, row, scales, step):
                 real = value if factor is None else b.fmul(value, simd.splat(b, factor))
                 first, count = spans[v]
                 simd.store(b, simd.narrow(b, real, count), target, 4 * first)

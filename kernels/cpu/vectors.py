@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from radixkv_kernels.cpu import simd
-from radixkv_kernels.cpu.memory import get_f32
 from radixkv_kernels.cpu.simd import LANES
 
 TILE_M = 8 if simd.WIDE or LANES == 4 else 4  # rows of one register tile of a matrix product
@@ -284,26 +281,3 @@ def weigh_scores(
 
     i64, f32 = types.int64, types.float32
     return types.float32(i64, f32, i64, i64, i64), codegen
-
-
-@njit(error_model="numpy")
-def merge_partials(partials, row_bytes, num, dim_vectors, sink, target):  # type: ignore[no-untyped-def]
-    """Merge the partial results of one query row into target[:]; 1 / sum of weights.
-
-    A partial is float32 [LANES + padded]: the largest score, the sum of exp, then the sums.
-    """
-    largest = sink
-    for i in range(num):
-        largest = max(largest, get_f32(partials + i * row_bytes, 0))
-    total = np.float32(0.0)
-    if sink > -np.inf:
-        total = np.float32(math.exp(sink - largest))
-    fill(target, np.float32(0.0), dim_vectors)
-    for i in range(num):
-        row = partials + i * row_bytes
-        m = get_f32(row, 0)
-        if m > -np.inf:
-            w = np.float32(math.exp(m - largest))
-            total += w * get_f32(row, 1)
-            scale_add(target, np.float32(1.0), row + 4 * LANES, w, dim_vectors)
-    return np.float32(1.0) / total

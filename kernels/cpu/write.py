@@ -10,60 +10,89 @@ import numpy as np
 import torch
 from numba import carray
 
-from radixkv_kernels.compile_cache import compile_callback
+from radixkv_kernels.compile_cache import compile_callback, compile_helper
 from radixkv_kernels.cpu.encode import count_non_finite, encode_row
-from radixkv_kernels.cpu.formats import MAX_HEAD_DIM, bytes_of_row, num_scales, require_sizes
+from radixkv_kernels.cpu.formats import MAX_HEAD_DIM, RowFormat, require_sizes
+from radixkv_kernels.cpu.gather import make_rows_at
 from radixkv_kernels.cpu.launch import kernel_address, run_kernel, runs
 from radixkv_kernels.cpu.memory import fetch_add, get_i64, put_i64
-from radixkv_kernels.cpu.records import WRITE_FIELDS, WRITE_SIGNATURE, bad_number
+from radixkv_kernels.cpu.records import (
+    WRITE_ARGS,
+    WRITE_SIGNATURE,
+    Center,
+    NewRows,
+    PagePlaces,
+    WriteTurn,
+    bad_number,
+)
 
 WRITE_TOKENS = 64  # of a task
 
 
-def make_write(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
+def _make_check(k: RowFormat, v: RowFormat) -> Any:
+    """A helper that looks for slots that do not exist, and for NaN and Inf in a task's rows."""
+    k_dim, v_dim = k.head_dim, v.head_dim
+
+    @compile_helper
+    def check(args, first, after):  # type: ignore[no-untyped-def]
+        num_slots, num_heads, bad = args.num_pages * args.page_size, args.num_kv_heads, np.int64(0)
+        for token in range(first, after):
+            slot = get_i64(args.slots, token)
+            if slot < 0 or slot >= num_slots:
+                put_i64(args.counters, 2, slot + (1 if slot >= 0 else 0))
+            rows, step = args.k_rows + 4 * token * args.k_rows_token, 4 * args.k_rows_head
+            center, center_step = args.k_center, args.k_center_head
+            bad += count_non_finite(k_dim, 1, rows, step, center, center_step, num_heads)
+            rows, step = args.v_rows + 4 * token * args.v_rows_token, 4 * args.v_rows_head
+            bad += count_non_finite(v_dim, 0, rows, step, 0, 0, num_heads)
+        if bad > 0:
+            put_i64(args.counters, 3, bad)
+
+    return check
+
+
+def _make_store(k: RowFormat, v: RowFormat) -> Any:
+    """A helper that quantizes a task's rows into their slots."""
+    rows_at = make_rows_at(k, v)
+    k_fmt, k_dim, v_fmt, v_dim = k.fmt, k.head_dim, v.fmt, v.head_dim
+
+    @compile_helper
+    def store(args, first, after):  # type: ignore[no-untyped-def]
+        for token in range(first, after):
+            slot = get_i64(args.slots, token)
+            place = rows_at(args, slot // args.page_size, 0, slot % args.page_size)
+            for head in range(args.num_kv_heads):
+                row = args.k_rows + 4 * (token * args.k_rows_token + head * args.k_rows_head)
+                center = args.k_center + head * args.k_center_head
+                codes = place.k_row + head * args.k_head
+                scales = place.k_scales + head * args.ks_head
+                encode_row(k_fmt, k_dim, 1, row, center, args.rotate_k, codes, scales)
+            for head in range(args.num_kv_heads):
+                row = args.v_rows + 4 * (token * args.v_rows_token + head * args.v_rows_head)
+                codes = place.v_row + head * args.v_head
+                scales = place.v_scales + head * args.vs_head
+                encode_row(v_fmt, v_dim, 0, row, 0, args.rotate_v, codes, scales)
+
+    return store
+
+
+def make_write(k: RowFormat, v: RowFormat) -> Any:
     """The kernel that checks rows of K and V, and rotates, quantizes and scatters them.
 
     K is stored less its center. Nothing is written where ``bad_slot`` or ``not_finite`` is set,
     so that one thread may run both halves in one call; with several the checks are a call of
     their own.
     """
-    k_scales, k_row = num_scales(k_fmt, k_dim), bytes_of_row(k_fmt, k_dim)
-    v_scales, v_row = num_scales(v_fmt, v_dim), bytes_of_row(v_fmt, v_dim)
-    tokens_of_task = WRITE_TOKENS
+    check, store, tokens_of_task = _make_check(k, v), _make_store(k, v), WRITE_TOKENS
 
     def write(pointer):  # type: ignore[no-untyped-def]
         args = carray(pointer, 1)[0]
-        num_slots = args.num_pages * args.page_size
         while args.checks:
             task = fetch_add(args.counters, 0)
             if task >= args.num_tasks:
                 break
-            bad = np.int64(0)
             first = tokens_of_task * task
-            for token in range(first, min(first + tokens_of_task, args.num_tokens)):
-                slot = get_i64(args.slots, token)
-                if slot < 0 or slot >= num_slots:
-                    put_i64(args.counters, 2, slot + (1 if slot >= 0 else 0))
-                bad += count_non_finite(
-                    k_dim,
-                    1,
-                    args.k_rows + 4 * token * args.k_rows_token,
-                    4 * args.k_rows_head,
-                    args.k_center,
-                    args.k_center_head,
-                    args.num_kv_heads,
-                )
-                bad += count_non_finite(
-                    v_dim,
-                    0,
-                    args.v_rows + 4 * token * args.v_rows_token,
-                    4 * args.v_rows_head,
-                    0,
-                    0,
-                    args.num_kv_heads,
-                )
-            if bad > 0:
-                put_i64(args.counters, 3, bad)
+            check(args, first, min(first + tokens_of_task, args.num_tokens))
         if get_i64(args.counters, 2) != 0 or get_i64(args.counters, 3) != 0:
             return
         while args.writes:
@@ -71,40 +100,9 @@ def make_write(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> Any:
             if task >= args.num_tasks:
                 break
             first = tokens_of_task * task
-            for token in range(first, min(first + tokens_of_task, args.num_tokens)):
-                slot = get_i64(args.slots, token)
-                page, offset = slot // args.page_size, slot % args.page_size
-                k_codes = args.k_pages + page * args.k_page + offset * k_row
-                v_codes = args.v_pages + page * args.v_page + offset * v_row
-                k_factors = args.k_scale + page * args.ks_page + offset * 2 * k_scales
-                v_factors = args.v_scale + page * args.vs_page + offset * 2 * v_scales
-                for head in range(args.num_kv_heads):
-                    encode_row(
-                        k_fmt,
-                        k_dim,
-                        1,
-                        args.k_rows + 4 * (token * args.k_rows_token + head * args.k_rows_head),
-                        args.k_center + head * args.k_center_head,
-                        args.rotate_k,
-                        k_codes + head * args.k_head,
-                        k_factors + head * args.ks_head,
-                    )
-                for head in range(args.num_kv_heads):
-                    encode_row(
-                        v_fmt,
-                        v_dim,
-                        0,
-                        args.v_rows + 4 * (token * args.v_rows_token + head * args.v_rows_head),
-                        0,
-                        args.rotate_v,
-                        v_codes + head * args.v_head,
-                        v_factors + head * args.vs_head,
-                    )
+            store(args, first, min(first + tokens_of_task, args.num_tokens))
 
     return compile_callback(WRITE_SIGNATURE)(write)
-
-
-_NO_CENTER = torch.zeros(MAX_HEAD_DIM, dtype=torch.float32, device="cpu")
 
 
 class Write:
@@ -113,7 +111,7 @@ class Write:
     It belongs to the thread that made it.
 
     Args:
-        formats: of K and of V.
+        k_form, v_form: how rows of K and V are stored.
         slot_mapping: [num_tokens] int64, contiguous.
         k, v: [num_tokens, num_kv_heads, head_dim] float32, last dimension contiguous.
         rotate: whether K and V are stored rotated.
@@ -123,7 +121,8 @@ class Write:
 
     def __init__(
         self,
-        formats: tuple[int, int],
+        k_form: RowFormat,
+        v_form: RowFormat,
         slot_mapping: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -133,62 +132,67 @@ class Write:
         self._kept = slot_mapping, k, v  # their addresses are in the record
         k_token, k_head, _ = k.stride()
         v_token, v_head, _ = v.stride()
-        num_tokens, _, k_dim = k.shape
-        self._kernel = _write_kernel(*formats, k_dim, v.shape[2])
+        num_tokens = k.shape[0]
+        self._kernel = _write_kernel(k_form, v_form)
         num_tasks = -(-num_tokens // WRITE_TOKENS)
         self._num_threads = torch.get_num_threads() if num_tasks > 1 else 1
-        self._record = (ctypes.c_int64 * _WRITE_WORDS)(
-            k.data_ptr(),
-            k_token,
-            k_head,
-            v.data_ptr(),
-            v_token,
-            v_head,
-            slot_mapping.data_ptr(),
-            num_tokens,
-            num_tasks,
-            *rotate,
+        rows = NewRows(
+            k_rows=k.data_ptr(),
+            k_rows_token=k_token,
+            k_rows_head=k_head,
+            v_rows=v.data_ptr(),
+            v_rows_token=v_token,
+            v_rows_head=v_head,
+            slots=slot_mapping.data_ptr(),
+            num_tokens=num_tokens,
+            num_tasks=num_tasks,
+            rotate_k=rotate[0],
+            rotate_v=rotate[1],
         )
+        self._record = (ctypes.c_int64 * (_NUM_WORDS + _NUM_COUNTERS))(*rows)
         self._address = ctypes.addressof(self._record)
+        alone, counters = self._num_threads == 1, self._address + 8 * _NUM_WORDS
+        self._turn = WriteTurn(checks=1, writes=alone, counters=counters)
 
-    def run(self, places: tuple[int, ...], k_center: torch.Tensor | None = None) -> bool:
+    def run(self, places: PagePlaces, k_center: torch.Tensor | None = None) -> bool:
         """Write; False (nothing written) if not all rows are finite.
 
         Args:
-            places: `page_arguments` of the layer, whose pages are mutated.
+            places: of the layer, whose pages are mutated.
             k_center: taken off each row of K. [num_kv_heads, head_dim] float32, as k.
         Raises:
             ValueError: a slot that the pool does not have.
         """
-        record, counters = self._record, self._address + 8 * _WRITE_COUNTERS
-        alone = self._num_threads == 1
-        center = (_NO_CENTER, 0) if k_center is None else (k_center, 4 * k_center.stride(0))
-        record[_WRITE_LAYER:] = (
-            center[0].data_ptr(), center[1], *places, 1, alone, counters, 0, 0, 0, 0
-        )  # fmt: skip
+        record, alone = self._record, self._num_threads == 1
+        center = _NO_CENTER
+        if k_center is not None:
+            center = Center(k_center.data_ptr(), 4 * k_center.stride(0))
+        record[len(NewRows._fields) :] = (*center, *places, *self._turn, *_COUNTERS_AT_FIRST)
         run_kernel(self._kernel, self._address, self._num_threads)
-        bad_slot, not_finite = record[_WRITE_COUNTERS + 2 :]
+        bad_slot, not_finite = record[_NUM_WORDS + 2 :]
         if bad_slot:
-            num_pages, page_size, _ = places[-3:]
             raise ValueError(
-                f"slot_mapping: expected slots from 0 to {num_pages * page_size - 1}, got "
-                f"{bad_number(bad_slot)}"
+                f"slot_mapping: expected slots from 0 to "
+                f"{places.num_pages * places.page_size - 1}, got {bad_number(bad_slot)}"
             )
         if not_finite:
             return False
         if not alone:
-            record[_WRITE_COUNTERS - 3 : _WRITE_COUNTERS - 1] = 0, 1
+            record[_TURN] = self._turn._replace(checks=0, writes=1)
             run_kernel(self._kernel, self._address, self._num_threads)
         runs["write"] += 1
         return True
 
 
-_WRITE_LAYER = WRITE_FIELDS.index("k_center")
-_WRITE_COUNTERS = len(WRITE_FIELDS)
-_WRITE_WORDS = _WRITE_COUNTERS + 4
+_zeros = torch.zeros(MAX_HEAD_DIM, dtype=torch.float32, device="cpu")
+_NO_CENTER = Center(_zeros.data_ptr(), 0)
+_NUM_WORDS = len(WRITE_ARGS)
+_TURN = slice(_NUM_WORDS - len(WriteTurn._fields), _NUM_WORDS)
+_COUNTERS_AT_FIRST = (0, 0, 0, 0)
+_NUM_COUNTERS = len(_COUNTERS_AT_FIRST)
 
 
 @cache
-def _write_kernel(k_fmt: int, v_fmt: int, k_dim: int, v_dim: int) -> int:
-    require_sizes((k_fmt, v_fmt), (k_dim, v_dim))
-    return kernel_address(make_write, k_fmt, v_fmt, k_dim, v_dim)
+def _write_kernel(k: RowFormat, v: RowFormat) -> int:
+    require_sizes(k, v)
+    return kernel_address(make_write, k, v)
