@@ -27,7 +27,9 @@ import torch
 CPU_LIMIT_S = 120  # of worlds, and of tests: more is a loop without end
 WALL_LIMIT_S = 1800  # of tests: threads that wait for each other use no processor time
 ROOT = Path(__file__).resolve().parent.parent
-FILES = ("radixkv/radix.py", "radixkv/pool.py", "radixkv/cache.py", "kernels/tree.py")
+FILES = (
+    "radixkv/radix.py", "radixkv/pool.py", "radixkv/cache.py", "radixkv/lease.py", "kernels/tree.py"
+)  # fmt: skip
 TESTS = ("test_radix.py", "test_pool.py", "test_cache.py", "test_cache_leaks.py", "test_view.py")
 #: What they do not claim to check: texts, attention (which has tests of its own), code that only
 #: runs compiled, and `check`, which checks the rest.

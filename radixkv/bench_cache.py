@@ -374,7 +374,7 @@ def run_turns(num_turns: int, *, page_size: int = 16, new_tokens: int = 50) -> l
 def hardware() -> str:
     """The processor that numbers were measured on."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     except OSError:
         names = []

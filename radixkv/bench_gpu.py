@@ -21,7 +21,13 @@ from torch.nn import functional as F
 
 from radixkv import tiles
 from radixkv.attention import get_backend
-from radixkv.bench_kernel import PAGE_SIZE, PagedLoad, require_close
+from radixkv.bench_kernel import (
+    PAGE_SIZE,
+    PagedLoad,
+    require_as_stored,
+    require_close,
+    require_written,
+)
 from radixkv.groups import find_runs
 from radixkv.quant import KVCodec
 from radixkv.tiles import Tile
@@ -162,7 +168,9 @@ class GpuBench:
         kernel = "decode" if query_len == 1 else "extend"
         attention = load.batch(query_len)
         want = sdpa().transpose(1, 2).flatten(0, 1)
-        require_close(kernel, load, load.attend(rows, attention), want)
+        out = load.attend(rows, attention)
+        require_close(kernel, load, out, want)
+        require_as_stored(kernel, load, rows, query_len, out)
         rival = _flashinfer(load, rows) if query_len == 1 else None
         moved = load.bytes_read + 2 * rows.numel() * rows.element_size()
         return [
@@ -194,13 +202,16 @@ class GpuBench:
         load.codec = alone
         want = load.attend(rows, batch)
         load.codec = together
-        require_close("shared", load, load.attend(rows, batch), want)
+        out = load.attend(rows, batch)
+        require_close("shared", load, out, want)
+        require_as_stored("shared", load, rows, 1, out)
         tokens = (pages - 1 + num_seqs) * PAGE_SIZE
         moved = codec.bytes_per_token * tokens + 2 * rows.numel() * rows.element_size()
         return [self._timing("shared", load, 1, lambda: load.attend(rows, batch), moved)]
 
     def write(self, load: PagedLoad) -> list[GpuTiming]:
         """Quantize and scatter one sequence's rows."""
+        require_written(load, 0)
         rows = load.k_rows[0].numel() + load.v_rows[0].numel()
         moved = rows * self.dtype.itemsize + load.bytes_read // load.k.shape[0]
         return [self._timing("write", load, load.k.shape[2], lambda: load.write(0), moved)]

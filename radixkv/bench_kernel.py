@@ -28,7 +28,14 @@ from radixkv.attention import get_backend
 from radixkv.config import KVConfig
 from radixkv.groups import find_runs
 from radixkv.quant import KVCodec, KVFormat, KVSpec, LayerPages
-from radixkv.reference import AttentionBatch, ScoreRule
+from radixkv.reference import (
+    AttentionBatch,
+    ScoreRule,
+    attend_dense,
+    paged_attention,
+    read_rows,
+    rotate_rows,
+)
 
 DECODE_SHAPES = ((1, 32, 8, 128, 8192), (8, 32, 8, 128, 4096), (16, 9, 3, 64, 4096))
 EXTEND_SHAPES = ((1, 32, 8, 128, 4096), (1, 9, 3, 64, 4096))
@@ -156,18 +163,92 @@ class PagedLoad:
     def attend(self, q: Tensor, batch: AttentionBatch) -> Tensor:
         return self.backend.paged_attention(self.codec, self.layer, q, batch, self.rule)
 
+    def stored(self, seq: int) -> tuple[Tensor, Tensor]:
+        """K and V of a sequence as its pages hold them: [num_kv_heads, seq_len, head_dim] each."""
+        codec, layer, seq_len = self.codec, self.layer, self.slots.shape[1]
+        page_ids = self.page_table[seq].long()
+        k = read_rows(codec.k_format, layer.k_pages, layer.k_scale, page_ids)[:, :seq_len]
+        v = read_rows(codec.v_format, layer.v_pages, layer.v_scale, page_ids)[:, :seq_len]
+        return rotate_rows(k) if codec.rotate_k else k, rotate_rows(v) if codec.rotate_v else v
+
+    def attend_stored(self, q: Tensor, query_len: int) -> Tensor:
+        """What `attend` has to give, in float32 and without a kernel. [tokens, heads, dim]."""
+        outs = []
+        for seq, rows in enumerate(q.float().split(query_len)):
+            k, v = self.stored(seq)
+            outs.append(attend_dense(rows.transpose(0, 1), k, v, self.rule).transpose(0, 1))
+        return torch.cat(outs)
+
 
 def _queries(shape: tuple[int, ...], query_len: int) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randn(shape[0], shape[1], query_len, shape[3], generator=generator)
 
 
-def require_close(kernel: str, load: PagedLoad, got: Tensor, want: Tensor) -> None:
-    # No figure for a wrong result: quantization moves these outputs by far less than this.
-    allowed = 0.5 if load.codec.config.dtype in ("int4", "fp8_e5m2") else 0.1
-    error = float((got.float() - want.float()).abs().max())
+# How far a token's output of one head may be from what it is compared with, as a share of that
+# one's length: three times what was seen. Zeros are off by 1, another head's output by 1.4.
+_QUANTIZED = {"int8": 0.05, "fp8": 0.15, "fp8_e5m2": 0.3, "int4": 0.5, "model": 0.0}
+_ROUNDED = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 2e-2}
+
+
+def _require_near(kernel: str, what: str, got: Tensor, want: Tensor, allowed: float) -> None:
+    got, want = got.double(), want.double()
+    if got.shape != want.shape:
+        raise ArithmeticError(
+            f"{kernel}: result is of shape {list(got.shape)}, {what} of {list(want.shape)}; not "
+            f"timed"
+        )
+    error = float(((got - want).norm(dim=-1) / want.norm(dim=-1)).max())
     if not error <= allowed:
-        raise ArithmeticError(f"{kernel}: result is {error:.3g} from torch's; not timed")
+        raise ArithmeticError(
+            f"{kernel}: result is {error:.3g} of its size from {what}, allowed {allowed:.3g}; not "
+            f"timed"
+        )
+
+
+def require_close(kernel: str, load: PagedLoad, got: Tensor, want: Tensor) -> None:
+    """Raise unless each output is as near to torch's over dense rows as the format allows.
+
+    Args:
+        got, want: [tokens, num_q_heads, v_head_dim].
+    Raises:
+        ArithmeticError: the result is wrong; no figure for that.
+    """
+    allowed = _QUANTIZED[load.codec.config.dtype] + _ROUNDED[load.codec.spec.dtype]
+    _require_near(kernel, "torch's", got, want, allowed)
+
+
+def require_as_stored(kernel: str, load: PagedLoad, q: Tensor, query_len: int, got: Tensor) -> None:
+    """Raise unless each output is what the stored pages give: one page of hundreds shows.
+
+    Args:
+        q: what was attended, [tokens, num_q_heads, head_dim], ``query_len`` a sequence.
+    Raises:
+        ArithmeticError: the result is wrong; no figure for that.
+    """
+    want = load.attend_stored(q, query_len)
+    _require_near(kernel, "that of its pages", got, want, _ROUNDED[load.codec.spec.dtype])
+
+
+def require_written(load: PagedLoad, seq: int) -> None:
+    """Raise unless the pages of a sequence hold its rows as exactly as the formats promise.
+
+    Raises:
+        ArithmeticError: a row is off by more.
+    """
+    codec, stored = load.codec, load.stored(seq)
+    for form, rotate, rows, real in (
+        (codec.k_format, codec.rotate_k, load.k_rows[seq], stored[0]),
+        (codec.v_format, codec.rotate_v, load.v_rows[seq], stored[1]),
+    ):
+        rows = rows.float().transpose(0, 1)
+        bound = form.norm_bound(rotate_rows(rows) if rotate else rows) + 1e-5 * rows.norm(dim=-1)
+        error = float(((real - rows).norm(dim=-1) / bound).max())
+        if not error <= 1:
+            raise ArithmeticError(
+                f"write: a row is {error:.3g} times as far from its own as the format allows; not "
+                f"timed"
+            )
 
 
 def time_decode(kv_dtype: str, shape: tuple[int, ...], repeats: int = 15) -> list[KernelTiming]:
@@ -184,7 +265,9 @@ def time_decode(kv_dtype: str, shape: tuple[int, ...], repeats: int = 15) -> lis
     def sdpa_grouped() -> Tensor:
         return F.scaled_dot_product_attention(grouped, load.k, load.v)
 
-    require_close("decode", load, load.attend(rows, batch), sdpa()[:, :, 0])
+    out = load.attend(rows, batch)
+    require_close("decode", load, out, sdpa()[:, :, 0])
+    require_as_stored("decode", load, rows, 1, out)
     plain, packed, ours = _medians([sdpa, sdpa_grouped, lambda: load.attend(rows, batch)], repeats)
     rate = load.bytes_read / ours / 1e9
     return [
@@ -238,14 +321,29 @@ class _Tree:
         codec = self.codecs[mode]
         return self.backend.paged_attention(codec, self.layer, self.q, self.batch, self.rule)
 
+    def attend_plainly(self, seq: int) -> Tensor:
+        """What one sequence's row has to be, without a kernel. [num_q_heads, head_dim]."""
+        batch = AttentionBatch(
+            slot_mapping=self.batch.slot_mapping[seq : seq + 1],
+            page_table=self.batch.page_table[seq : seq + 1],
+            seq_lens=self.batch.seq_lens[seq : seq + 1],
+            cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32),
+        )
+        q, codec = self.q[seq : seq + 1], self.codecs["never"]
+        return paged_attention(codec, self.layer, q, batch, self.rule)[0]
+
 
 def time_shared(
     kv_dtype: str, levels: Sequence[tuple[int, int]], repeats: int = 7
 ) -> list[KernelTiming]:
     """Decode of sequences that begin alike, against the same without shared runs."""
     tree = _Tree(kv_dtype, levels)
-    if not torch.equal(tree.attend("never"), tree.attend("auto")):
-        raise RuntimeError("shared: the result is not that of each sequence alone; not timed")
+    together = tree.attend("auto")
+    if not torch.equal(tree.attend("never"), together):
+        raise ArithmeticError("shared: the result is not that of each sequence alone; not timed")
+    for seq in sorted({0, tree.num_seqs - 1}):
+        want, allowed = tree.attend_plainly(seq), _ROUNDED[torch.float32]
+        _require_near("shared", "that of its pages", together[seq], want, allowed)
     alone, ours = _medians([lambda: tree.attend("never"), lambda: tree.attend("auto")], repeats)
     reads, token_bytes = tree.batch.reads, tree.codecs["auto"].bytes_per_token
     rate = token_bytes * reads.tokens / ours / 1e9
@@ -266,7 +364,9 @@ def time_extend(kv_dtype: str, shape: tuple[int, ...], repeats: int = 7) -> list
     def sdpa() -> Tensor:
         return F.scaled_dot_product_attention(q, load.k, load.v, attn_mask=mask, enable_gqa=True)
 
-    require_close("extend", load, load.attend(rows, batch), sdpa().transpose(1, 2).flatten(0, 1))
+    out = load.attend(rows, batch)
+    require_close("extend", load, out, sdpa().transpose(1, 2).flatten(0, 1))
+    require_as_stored("extend", load, rows, EXTEND_QUERIES, out)
     rival, ours = _medians([sdpa, lambda: load.attend(rows, batch)], repeats)
     rate = load.bytes_read / ours / 1e9
     return [KernelTiming("extend", kv_dtype, shape, ours, "sdpa, masked", rival / ours, rate)]
@@ -281,6 +381,7 @@ def time_write(kv_dtype: str, shape: tuple[int, ...], repeats: int = 15) -> list
         k.copy_(load.k_rows[0])
         v.copy_(load.v_rows[0])
 
+    require_written(load, 0)
     rival, ours = _medians([copy, lambda: load.write(0)], repeats)
     rate = load.bytes_read / ours / 1e9
     return [KernelTiming("write", kv_dtype, (1, *shape[1:]), ours, "copy", rival / ours, rate)]
@@ -296,7 +397,7 @@ def read_bandwidth(num_bytes: int = 2**28) -> float:
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():
-        for line in info.read_text().splitlines():
+        for line in info.read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()

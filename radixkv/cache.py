@@ -8,19 +8,16 @@ copied first. What is committed becomes findable; what is not is freed on releas
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import threading
 import time
-import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence, Sized
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import asdict, fields
 from heapq import heappop, heappush
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -32,6 +29,8 @@ from radixkv.attention import Backend, get_backend
 from radixkv.config import KVConfig, parse_bytes, require_int, require_namespace, require_real
 from radixkv.errors import CacheInvariantError, CapacityError
 from radixkv.groups import PageTables
+from radixkv.guard import Guard
+from radixkv.lease import Lease, Pin, require_floats
 from radixkv.pool import (
     PageIds,
     PagePool,
@@ -41,536 +40,12 @@ from radixkv.pool import (
     total_device_bytes,
 )
 from radixkv.quant import KVCodec, KVSpec, LayerPages
-from radixkv.radix import NamespaceStats, RadixTree, Tokens, decode_tokens, namespace_key
+from radixkv.radix import RadixTree, namespace_key
 from radixkv.reference import AttentionBatch, ScoreRule
+from radixkv.stats import CacheStats
 
+_RULE_FIELDS = {field.name for field in fields(ScoreRule)} - {"softmax_scale"}
 _DEFAULT_CAPACITY_SHARE = 4  # capacity=None: a quarter of the free memory
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheStats:
-    """One moment of a cache; pages_free + cached + pinned + private = total.
-
-    Attributes:
-        capacity_bytes: bytes of all usable pages.
-        bytes_per_token: bytes that a token takes in all layers, scales included.
-        pages_total, pages_free: usable pages; those without an owner.
-        pages_cached: in the tree alone, hence evictable.
-        pages_pinned: in the tree and held by a lease or pin.
-        pages_private: held by leases alone.
-        lookups, lookup_tokens, hit_tokens: acquires so far, their tokens, those found.
-        hit_rate: hit_tokens / lookup_tokens; 0 before the first lookup.
-        evicted_pages: pages evicted so far.
-        cow_copies: pages copied so far because they were shared or matched in part.
-        shared_bytes_saved: bytes that owners of shared pages would need for own copies, now.
-        nodes: nodes of the tree.
-        utilization: tokens stored / token slots in used pages; 0 when none is used.
-        namespaces: pages and tokens of each namespace that has some cached.
-    """
-
-    capacity_bytes: int
-    bytes_per_token: int
-    pages_total: int
-    pages_free: int
-    pages_cached: int
-    pages_pinned: int
-    pages_private: int
-    lookups: int
-    lookup_tokens: int
-    hit_tokens: int
-    hit_rate: float
-    evicted_pages: int
-    cow_copies: int
-    shared_bytes_saved: int
-    nodes: int
-    utilization: float
-    namespaces: tuple[NamespaceStats, ...]
-
-
-class Lease:
-    """One sequence's pages; made by `PrefixCache.acquire` and `Lease.fork`.
-
-    Release it, or use it as a context manager. One thread at a time may use a lease.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "_batch",
-        "_cache",
-        "_chunk_start",
-        "_namespace",
-        "_num_cached",
-        "_num_pages",
-        "_num_tokens",
-        "_pages",
-        "_released",
-        "_tokens",
-        "_written",
-    )
-
-    def __init__(
-        self,
-        cache: PrefixCache,
-        tokens: Tokens,
-        page_ids: PageIds,
-        num_cached: int,
-        namespace: Hashable,
-        written: list[int],
-    ) -> None:
-        self._cache = cache
-        self._tokens = tokens  # room for more than are used
-        self._num_tokens = tokens.size
-        self._pages = page_ids  # as above
-        self._num_pages = page_ids.size
-        self._num_cached = num_cached
-        self._namespace = namespace
-        self._written = written  # tokens with KV, by layer
-        self._chunk_start = written[0]  # tokens from here on came last: the queries of attend
-        self._batch: tuple[int, AttentionBatch] | None = None
-        self._released = False
-        cache._leases[id(self)] = weakref.ref(self)
-
-    # --- what it is --------------------------------------------------------------------
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the sequence."""
-        return self._num_tokens
-
-    @property
-    def token_ids(self) -> NDArray[np.int64]:
-        """The sequence. [num_tokens] int64, a copy."""
-        return decode_tokens(self._tokens[: self._num_tokens])
-
-    @property
-    def num_cached(self) -> int:
-        """Tokens whose KV was found when the lease was acquired."""
-        return self._num_cached
-
-    @property
-    def num_written(self) -> int:
-        """Tokens from the beginning whose KV is known to be there in every layer."""
-        return min(self._written)
-
-    @property
-    def namespace(self) -> Hashable:
-        """The namespace that it was acquired in."""
-        return self._namespace
-
-    @property
-    def is_released(self) -> bool:
-        """Whether it was released."""
-        return self._released
-
-    @property
-    def cache(self) -> PrefixCache:
-        """The cache whose pages these are."""
-        return self._cache
-
-    @property
-    def page_ids(self) -> NDArray[np.int32]:
-        """Page ids of the sequence, a copy. [ceil(num_tokens / page_size)] int32.
-
-        `commit`, `extend`, `write` and `slot_mapping` may change them.
-        """
-        self._require_open()
-        return self._pages[: self._num_pages].astype(np.int32)
-
-    def slots(self, start: int = 0, stop: int | None = None) -> NDArray[np.int64]:
-        """Slots (page_id * page_size + offset) of tokens start to stop. [stop - start] int64."""
-        self._require_open()
-        num_tokens = self._num_tokens
-        stop = num_tokens if stop is None else stop
-        if not 0 <= start <= stop <= num_tokens:
-            raise ValueError(
-                f"slots: expected 0 <= start <= stop <= {num_tokens}, got {start}, {stop}"
-            )
-        page_size = self._cache.page_size
-        if stop - start == 1:
-            page = self._pages.item(start // page_size)
-            return np.array([page * page_size + start % page_size], dtype=np.int64)
-        positions = np.arange(start, stop, dtype=np.int64)
-        pages = self._pages[positions // page_size]
-        return pages * page_size + positions % page_size
-
-    @property
-    def slot_mapping(self) -> Tensor:
-        """Slots of the tokens that have no KV yet, free to be written. [n] int64, on the device.
-
-        Shared pages among them are copied first. Valid until the next call on the lease.
-        """
-        self._require_open()
-        cache = self._cache
-        with cache._guard:
-            start = self.num_written
-            self._own(start)
-            return torch.from_numpy(self.slots(start)).to(cache.device)
-
-    # --- KV ----------------------------------------------------------------------------
-
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Quantize and store K and V of the tokens that have none yet in this layer.
-
-        Args:
-            k: [pending tokens, num_kv_heads, head_dim]; v: the same with v_head_dim.
-        Raises:
-            ValueError: another shape, or a layer that is not there.
-            NonFiniteError: NaN or Inf in k or v; nothing is stored.
-            CapacityError: a shared page had to be copied and no page is left.
-        """
-        self._require_open()
-        cache = self._cache
-        layer_idx = cache._require_layer(layer)
-        start, stop = self._written[layer_idx], self.num_tokens
-        spec = cache.spec
-        for name, rows, width in (("k", k, spec.head_dim), ("v", v, spec.v_head_dim)):
-            shape = (stop - start, spec.num_kv_heads, width)
-            _require_floats(name, rows, cache.device)
-            if tuple(rows.shape) != shape:
-                raise ValueError(
-                    f"{name}: expected shape {list(shape)} (tokens {start} to {stop} have no KV "
-                    f"in layer {layer_idx}), got {list(rows.shape)}"
-                )
-        if start == stop:
-            return
-        with cache._guard:
-            self._own(start)
-            slots = torch.from_numpy(self.slots(start)).to(cache.device)
-            pages = cache.storage.layer(layer_idx)
-            cache.backend.write_kv(cache.codec, pages, slots, k, v, layer_idx=layer_idx)
-            cache.backend.settle(cache.codec)
-            self._written[layer_idx] = stop
-
-    def mark_written(self, num_tokens: int | None = None) -> None:
-        """Say that the KV of the first ``num_tokens`` (default: all) is there in every layer."""
-        self._require_open()
-        count = self.num_tokens if num_tokens is None else num_tokens
-        count = require_int("num_tokens", count, 0, self.num_tokens)
-        self._written = [max(count, written) for written in self._written]
-
-    def attend(
-        self, layer: int, q: Tensor, *, softmax_scale: float | None = None, **rule: Any
-    ) -> Tensor:
-        """Attend the sequence's last tokens to its pages, causally.
-
-        Args:
-            q: [new tokens, num_q_heads, head_dim]; the sequence's last ones.
-            softmax_scale: factor on q.k; None is head_dim ** -0.5.
-            rule: other fields of `radixkv.reference.ScoreRule`.
-        Returns:
-            [new tokens, num_q_heads, v_head_dim], q's dtype.
-        """
-        return self._cache.attend_batch(layer, q, [self], softmax_scale=softmax_scale, **rule)
-
-    # --- growing, sharing, shrinking ---------------------------------------------------
-
-    def extend(self, token_ids: Any) -> None:
-        """Append tokens and take pages for them; all or nothing.
-
-        A part-filled last page that others own too is copied, so that it can be written.
-
-        Raises:
-            CapacityError: no pages are left, even after eviction; the lease is as it was.
-
-        Complexity: O(new tokens).
-        """
-        self._require_open()
-        tokens = self._cache.tree.encode(token_ids)
-        if tokens.size:
-            self.extend_encoded(tokens)
-
-    def extend_encoded(self, tokens: NDArray[np.int32]) -> None:
-        """As `extend`, of at least one id that is known to be valid. [num_tokens] int32."""
-        self._require_open()
-        cache = self._cache
-        old = self._num_tokens
-        new = old + len(tokens)
-        page_size = cache.page_size
-        more = -(-new // page_size) - self._num_pages
-        if new > self._tokens.size:
-            grown = np.empty(max(new, 2 * self._tokens.size), dtype=np.int32)
-            grown[:old] = self._tokens[:old]
-            self._tokens = grown
-        self._tokens[old:new] = tokens
-        # A page that this lease alone owns stays so whatever other threads do: no lock for it.
-        if more or (old % page_size and cache.pool.count(self._pages[self._num_pages - 1]) > 1):
-            cache._guard.enter()
-            try:
-                self._make_room(old, more)
-                self._num_tokens = new  # here: other threads count pages and tokens
-            finally:
-                cache._guard.leave()
-        else:
-            self._num_tokens = new
-        if self.num_written == old:
-            self._chunk_start = old
-        self._batch = None
-
-    def _make_room(self, old: int, more: int) -> None:
-        """Append ``more`` pages; copy a part-filled last page of ``old`` tokens that is shared."""
-        cache = self._cache
-        tail = self._num_pages - 1
-        in_part = old - tail * cache.page_size
-        copies = int(
-            tail >= 0 and in_part < cache.page_size and cache.pool.count(self._pages[tail]) > 1
-        )
-        pages = cache._allocate(more + copies, "extend")
-        try:
-            if copies:
-                self._replace(tail, int(pages[-1]), in_part)
-                pages = pages[:more]
-            if more:
-                self._append(pages)
-        except BaseException:
-            cache.pool.drop(pages)  # those that are not the lease's yet
-            raise
-
-    def fork(self) -> Lease:
-        """A second lease on the same pages; nothing is copied until one of them writes."""
-        self._require_open()
-        cache = self._cache
-        with cache._guard:
-            pages = self._pages[: self._num_pages].copy()
-            tokens, written = self._tokens[: self._num_tokens].copy(), list(self._written)
-            cache.pool.hold(pages)
-            other = Lease(cache, tokens, pages, self._num_cached, self._namespace, written)
-            other._chunk_start = self._chunk_start
-            return other
-
-    def truncate(self, num_tokens: int) -> None:
-        """Forget all but the first ``num_tokens`` tokens; pages past them are given back."""
-        self._require_open()
-        num_tokens = require_int("num_tokens", num_tokens, 0, self.num_tokens)
-        cache = self._cache
-        with cache._guard:
-            keep = -(-num_tokens // cache.page_size)
-            gone = self._pages[keep : self._num_pages].copy()
-            self._num_pages = keep
-            self._num_tokens = num_tokens
-            self._written = [min(num_tokens, written) for written in self._written]
-            self._num_cached = min(num_tokens, self._num_cached)
-            self._chunk_start = min(num_tokens, self._chunk_start)
-            self._batch = None
-            if gone.size:
-                cache.pool.drop(gone)
-
-    def commit(
-        self,
-        num_tokens: int | None = None,
-        *,
-        priority: int | None = None,
-        ttl: float | None = None,
-    ) -> None:
-        """Make the first tokens findable; call it again as the sequence grows.
-
-        Pages that the tree has already are given back in favour of the tree's.
-
-        Args:
-            num_tokens: tokens whose KV is there, said by a caller who wrote the slots; None is
-                all that `write` has stored in every layer.
-            priority: for ``eviction="priority"``: smaller goes first.
-            ttl: seconds after which the priority falls to the smallest.
-        """
-        self._require_open()
-        if num_tokens is None:
-            num_tokens = self.num_written
-        else:
-            if type(num_tokens) is not int or not 0 <= num_tokens <= self._num_tokens:
-                num_tokens = require_int("num_tokens", num_tokens, 0, self._num_tokens)
-            if num_tokens > min(self._written):
-                self._written = [max(num_tokens, written) for written in self._written]
-        cache = self._cache
-        cache._guard.enter()
-        try:
-            if not num_tokens:
-                return
-            changed = cache.tree.insert(
-                self._tokens,
-                self._pages,
-                self._namespace,
-                num_tokens=num_tokens,
-                # Its last page may hold tokens that the tree's page has not.
-                own_last=num_tokens == self._num_tokens,
-                priority=priority,
-                expires=None if ttl is None else cache._now() + ttl,
-            )
-            if changed:
-                self._batch = None
-        finally:
-            cache._guard.leave()
-
-    def release(self) -> None:
-        """Give the pages back; committed ones stay cached. Calling it again does nothing."""
-        if self._released:
-            return
-        self._released = True
-        self._cache._give_back(self._pages[: self._num_pages], id(self))
-
-    def __enter__(self) -> Self:
-        self._require_open()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.release()
-
-    def __del__(self) -> None:
-        # May run at any moment, also inside another cache call: only queue, never lock.
-        if not getattr(self, "_released", True):
-            self._released = True
-            self._cache._leases.pop(id(self), None)
-            self._cache._returned.append(self._pages[: self._num_pages])
-            warnings.warn(
-                f"a lease of {self.num_tokens} tokens was dropped without release(); "
-                f"release it or use it as a context manager",
-                ResourceWarning,
-                stacklevel=2,
-            )
-
-    # --- inside ------------------------------------------------------------------------
-
-    def _require_open(self) -> None:
-        if self._released:
-            raise ValueError("lease: was released; acquire a new one")
-
-    def _append(self, pages: PageIds) -> None:
-        need = self._num_pages + pages.size
-        if need > self._pages.size:
-            grown = np.zeros(max(need, 2 * self._pages.size), dtype=np.int64)
-            grown[: self._num_pages] = self._pages[: self._num_pages]
-            self._pages = grown
-        self._pages[self._num_pages : need] = pages
-        self._num_pages = need
-
-    def _replace(self, index: int, page_id: int, num_tokens: int) -> None:
-        """Copy the page at ``index`` to ``page_id``, which takes its place."""
-        cache = self._cache
-        old = self._pages[index : index + 1].copy()
-        cache.storage.copy_page(int(old[0]), page_id, num_tokens)
-        cache.cow_copies += 1
-        self._pages[index] = page_id
-        cache.pool.drop(old)
-        self._batch = None
-
-    def _own(self, start: int) -> None:
-        """Make the pages of tokens from ``start`` on this lease's alone."""
-        cache = self._cache
-        page_size = cache.page_size
-        first = start // page_size
-        if start >= self.num_tokens:
-            return
-        pages = self._pages[first : self._num_pages]
-        shared = np.flatnonzero(cache.pool.counts_of(pages) > 1)
-        if not shared.size:
-            return
-        fresh = cache._allocate(shared.size, "write")
-        for n, i in enumerate((shared + first).tolist()):
-            try:
-                self._replace(i, int(fresh[n]), min(page_size, self.num_tokens - i * page_size))
-            except BaseException:
-                cache.pool.drop(fresh[n:])
-                raise
-
-
-class Pin:
-    """A cached prefix that is not evicted until `unpin`, or until its ttl has passed.
-
-    Attributes:
-        num_tokens: tokens that it holds.
-    """
-
-    def __init__(
-        self,
-        cache: PrefixCache,
-        page_ids: PageIds,
-        num_tokens: int,
-        namespace: Hashable,
-    ) -> None:
-        self._cache = cache
-        self._pages = page_ids
-        self.num_tokens = num_tokens
-        self.namespace = namespace
-        self._active = True
-
-    @property
-    def is_active(self) -> bool:
-        """Whether it still holds its pages."""
-        with self._cache._guard:
-            return self._active
-
-    def unpin(self) -> None:
-        """Let the pages be evicted again. Calling it again does nothing."""
-        self._cache._give_back(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.unpin()
-
-
-class _Guard:
-    """The lock around a public call; takes back first what was dropped since the last one.
-
-    Garbage collection can run a destructor in the middle of a call, on the same thread: what
-    that gives back waits for the next call, and anything else that it asks is refused.
-
-    What every request calls says `enter` and `leave` itself, which takes half as long as ``with``.
-    """
-
-    __slots__ = ("_pending", "_reclaim", "inside", "lock")
-
-    def __init__(self, pending: tuple[Sized, ...], reclaim: Callable[[], None]) -> None:
-        self._pending = pending  # what is not empty when there is something to take back
-        self.lock = threading.RLock()
-        self._reclaim = reclaim
-        self.inside = False
-
-    def enter(self) -> None:
-        self.lock.acquire()
-        if self.inside:
-            self.lock.release()
-            raise RuntimeError(
-                "PrefixCache: called from a destructor in the middle of another call; only "
-                "release() and unpin() may be"
-            )
-        self.inside = True
-        returned, pins, expiries = self._pending
-        if returned or pins or expiries:
-            try:
-                self._reclaim()
-            except BaseException:
-                self.leave()
-                raise
-
-    def leave(self) -> None:
-        self.inside = False
-        self.lock.release()
-
-    __enter__ = enter
-
-    def __exit__(self, *_: object) -> None:
-        self.leave()
-
-
-def _require_floats(name: str, rows: object, device: torch.device) -> None:
-    """Raise unless ``rows`` is a float tensor on the cache's device."""
-    if not isinstance(rows, Tensor) or not rows.is_floating_point():
-        got = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
-        raise TypeError(f"{name}: expected a floating-point tensor, got {got}; convert it first")
-    if rows.device.type != device.type:
-        raise ValueError(
-            f"{name}: expected a tensor on {device}, where the cache is, got one on {rows.device}"
-        )
 
 
 class _AllNamespaces:
@@ -643,7 +118,7 @@ class PrefixCache:
         self._leases: dict[int, weakref.ref[Lease]] = {}  # for check() and stats()
         self._pins: set[Pin] = set()
         self._timed_pins: list[tuple[float, int, Pin]] = []  # heap by time of expiry
-        self._guard = _Guard((self._returned, self._timed_pins, self.tree.expiries), self._reclaim)
+        self._guard = Guard((self._returned, self._timed_pins, self.tree.expiries), self._reclaim)
         self._ties = itertools.count()  # pins have no order
         self._pin_count = np.zeros(num_pages + 1, dtype=np.int32)
         self._num_pinned = 0
@@ -786,10 +261,20 @@ class PrefixCache:
         Returns:
             [same, num_q_heads, v_head_dim], q's dtype.
         Raises:
-            ValueError: rows that do not add up, or tokens without KV in this layer.
+            ValueError, TypeError: rows that do not add up, tokens without KV in this layer, a
+                field of the rule that can't be; nothing has run.
         """
         layer_idx = self._require_layer(layer)
-        _require_floats("q", q, self.device)
+        if softmax_scale is None:
+            softmax_scale = self.spec.head_dim**-0.5
+        unknown = rule.keys() - _RULE_FIELDS
+        if unknown:
+            raise TypeError(
+                f"attend: expected fields of ScoreRule ({', '.join(sorted(_RULE_FIELDS))}), got "
+                f"{', '.join(sorted(unknown))}; remove or rename them"
+            )
+        score_rule = ScoreRule(softmax_scale=softmax_scale, **rule)
+        require_floats("q", q, self.device)
         spec = self.spec
         if (
             q.ndim != 3
@@ -801,7 +286,13 @@ class PrefixCache:
                 f"q: expected shape [tokens, a multiple of {spec.num_kv_heads} heads, "
                 f"{spec.head_dim}], got {list(q.shape)}"
             )
-        if query_lens is None:
+        score_rule.require_heads(q.shape[1], q.device)
+        for lease in leases:
+            if not isinstance(lease, Lease):
+                raise TypeError(f"leases: expected leases, got {lease!r}; use cache.acquire()")
+        if query_lens is not None:
+            query_lens = [require_int("query_lens", rows, 0) for rows in query_lens]
+        else:
             if len(leases) == 1:
                 query_lens = [q.shape[0]]
             else:
@@ -811,9 +302,6 @@ class PrefixCache:
                 f"q: expected {list(query_lens)} rows for {len(leases)} leases, got {q.shape[0]}; "
                 f"say how many are whose with query_lens"
             )
-        scale = self.spec.head_dim**-0.5
-        if softmax_scale is not None:
-            scale = require_real("softmax_scale", softmax_scale, -math.inf)
         with self._guard:
             for lease, rows in zip(leases, query_lens, strict=True):
                 lease._require_open()
@@ -838,9 +326,7 @@ class PrefixCache:
             else:
                 batch = self._attention_batch(leases, query_lens)
             pages = self.storage.layer(layer_idx)
-        return self.backend.paged_attention(
-            self.codec, pages, q, batch, ScoreRule(softmax_scale=scale, **rule)
-        )
+        return self.backend.paged_attention(self.codec, pages, q, batch, score_rule)
 
     def _attention_batch(
         self, leases: Sequence[Lease], query_lens: Sequence[int]
@@ -1166,3 +652,6 @@ class PrefixCache:
                 self._unpin(heappop(self._timed_pins)[2])
         if self.tree.expiries:
             self.tree.expire(self._now())
+
+
+__all__ = ["CacheStats", "Lease", "Pin", "PrefixCache"]

@@ -109,16 +109,9 @@ def write_kv(
     center = None if k_center is None else _rows(k_center)
     rows = (_rows(k), _rows(v))
     if not Write(k_form, v_form, slots, *rows, rotate=rotate).run(_places(layer), center):
-        _refuse_rows(codec, k, v, layer_idx, k_center)
-
-
-def _refuse_rows(
-    codec: KVCodec, k: Tensor, v: Tensor, layer_idx: int, k_center: Tensor | None
-) -> None:
-    """Raise what the plain twin does, which names the heads (before it writes, too)."""
-    k = k if k_center is None else k.float() - k_center
-    reference.encode_rows(codec.k_format, False, k, name="K", layer_idx=layer_idx)
-    reference.encode_rows(codec.v_format, False, v, name="V", layer_idx=layer_idx)
+        # Its plain twin names the heads of rows that are refused, before it writes, too; and it
+        # writes rows that are only near what the kernel takes for too large.
+        reference.write_kv(codec, layer, slot_mapping, k, v, layer_idx=layer_idx, k_center=k_center)
 
 
 def _plan(codec: KVCodec, batch: AttentionBatch, group: int) -> Plan:
@@ -278,7 +271,7 @@ def paged_attention(
     out: Tensor = _step_of(codec, batch, q).attend(
         _places(layer),
         _rows(q),
-        _terms(rule),
+        _terms(rule, q),
     )
     return out if out.dtype is q.dtype else out.to(q.dtype)
 
@@ -303,28 +296,30 @@ def prepare(
     def run(layer: LayerPages, layer_idx: int, k_center: Tensor | None, rule: ScoreRule) -> None:
         places = _places(layer)
         if not write(places, k_center):
-            _refuse_rows(codec, k, v, layer_idx, k_center)
-        attend(places, _terms(rule))
+            reference.write_kv(codec, layer, slots, k, v, layer_idx=layer_idx, k_center=k_center)
+        attend(places, _terms(rule, q))
 
     return run
 
 
-def _terms(rule: ScoreRule) -> Rule:
-    """A rule in the kernels' words."""
-    known: Rule | None = rule.__dict__.get("_cpu_terms")
-    if known is None:
-        sinks, slopes = (
-            None if one is None else one.detach().float().contiguous()
-            for one in (rule.sinks, rule.alibi_slopes)
-        )
-        known = Rule(
-            rule.softmax_scale, rule.sliding_window or 0, rule.softcap or 0.0, sinks, slopes
-        )
-        if (sinks is None or sinks is rule.sinks) and (
-            slopes is None or slopes is rule.alibi_slopes
-        ):
-            rule.__dict__["_cpu_terms"] = known
-    return known
+def _terms(rule: ScoreRule, q: Tensor) -> Rule:
+    """A rule in the kernels' words, once it is known to fit the heads of q."""
+    known: tuple[int, Rule] | None = rule.__dict__.get("_cpu_terms")
+    if known is not None and known[0] == q.shape[1]:
+        return known[1]
+    rule.require_heads(q.shape[1], q.device)
+    sinks, slopes = (
+        None if one is None else one.detach().float().contiguous()
+        for one in (rule.sinks, rule.alibi_slopes)
+    )
+    terms = Rule(rule.softmax_scale, rule.sliding_window or 0, rule.softcap or 0.0, sinks, slopes)
+    if all(
+        mine is None or mine.data_ptr() == own.data_ptr()  # a copy would not see later changes
+        for mine, own in ((sinks, rule.sinks), (slopes, rule.alibi_slopes))
+        if own is not None
+    ):
+        rule.__dict__["_cpu_terms"] = (q.shape[1], terms)
+    return terms
 
 
 def _step_of(codec: KVCodec, batch: AttentionBatch, q: Tensor) -> Step:

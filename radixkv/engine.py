@@ -7,11 +7,12 @@ import atexit
 import gc
 import logging
 import os
+import sys
 import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Collection, Hashable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterator
 from collections.abc import Sequence as SequenceABC
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -1063,9 +1064,10 @@ class Stream(Iterator[Delta]):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
+    def __del__(self, _is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
         # May run at any moment, also inside a call that holds the cache's lock: never wait here.
-        if hasattr(self, "_ready") and not self.request.done:
+        # When the interpreter ends, modules are empty, and engines were closed before.
+        if hasattr(self, "_ready") and not self.request.done and not _is_ending():
             self.request.aborted = True
             with self._engine._wake:
                 self._engine._wake.notify_all()

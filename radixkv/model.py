@@ -226,15 +226,24 @@ class _Recorder:
 
 
 def score_rule(keywords: Mapping[str, Any], head_dim: int) -> ScoreRule:
-    """What transformers' attention keywords ask for, as a `ScoreRule`."""
+    """What transformers' attention keywords ask for, as a `ScoreRule`.
+
+    Raises:
+        UnsupportedModelError: what no rule can be.
+    """
     scaling = keywords.get("scaling")
     sinks = keywords.get("s_aux")
-    return ScoreRule(
-        softmax_scale=head_dim**-0.5 if scaling is None else float(scaling),
-        sliding_window=keywords.get("sliding_window"),
-        softcap=keywords.get("softcap"),
-        sinks=None if sinks is None else sinks.detach(),
-    )
+    try:
+        return ScoreRule(
+            softmax_scale=head_dim**-0.5 if scaling is None else float(scaling),
+            sliding_window=keywords.get("sliding_window"),
+            softcap=keywords.get("softcap"),
+            sinks=None if sinks is None else sinks.detach(),
+        )
+    except (TypeError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"attention: a layer asks for what no score rule is ({error}); mend its config"
+        ) from error
 
 
 def _refuse(model: torch.nn.Module, what: str, mend: str) -> UnsupportedModelError:

@@ -209,21 +209,23 @@ class PagePool:
 
 
 def free_device_bytes(device: torch.device) -> int:
-    """Bytes of memory that ``device`` has free now."""
+    """Bytes of memory that ``device`` has free now: that can be taken without swapping."""
+    import psutil
     import torch
 
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(psutil.virtual_memory().available)
 
 
 def total_device_bytes(device: torch.device) -> int:
     """Bytes of memory that ``device`` has."""
+    import psutil
     import torch
 
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(psutil.virtual_memory().total)
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

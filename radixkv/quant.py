@@ -24,6 +24,7 @@ a group is a run of `int4_group_size` elements of the row, at most 32.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
@@ -36,6 +37,7 @@ from radixkv.config import KVConfig, require_int
 
 SCALE_DTYPE = torch.bfloat16  # float32's range, so that neither tiny nor huge rows lose their scale
 _MIN_SCALE = 2.0**-100  # keeps 1 / scale finite; far below any value that attention can feel
+_MOST = 2.0**127  # rows below it stay finite when codes are multiplied with a rounded scale again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,7 @@ class KVFormat:
         num_scales: bfloat16 factors a row.
         poison: a byte that fills fresh pages in tests; as a code it is never written.
         version: goes up when stored bytes come to mean something else; snapshots hold it.
+        limit: rows whose elements are below it, in size, are finite as stored and read again.
     """
 
     name: str
@@ -88,6 +91,7 @@ class KVFormat:
     num_scales: int = 1
     poison: int = 0xFF
     version: int = 1
+    limit: float = _MOST
 
     def __init__(self, head_dim: int) -> None:
         self.head_dim = head_dim
@@ -300,6 +304,10 @@ class ModelFormat(KVFormat):
     def __init__(self, head_dim: int, dtype: torch.dtype) -> None:
         super().__init__(head_dim)
         self.code_dtype = dtype  # poison 0xFF bytes are NaN in every float dtype
+        info = torch.finfo(dtype)
+        # Half a unit beyond the largest number rounds to infinity.
+        half = info.max * info.eps / (2 - info.eps) / 2
+        self.limit = math.inf if dtype == torch.float32 else info.max + half
 
     def quantize(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         return rows.to(self.code_dtype), rows.new_empty((*rows.shape[:-1], 0), dtype=SCALE_DTYPE)
@@ -320,6 +328,17 @@ def make_format(name: str, head_dim: int, model_dtype: torch.dtype) -> KVFormat:
     if name == "model":
         return ModelFormat(head_dim, model_dtype)
     return Fp8Format(head_dim, name)
+
+
+def row_limit(kv_format: KVFormat, rotate: bool) -> float:
+    """What the elements of a row, before it is rotated, have to be below, in size.
+
+    A rotation adds up as many elements as its blocks have before it scales them: no sum of theirs
+    may overflow. What is then above ``kv_format.limit`` shows only once it is rotated.
+    """
+    if not rotate:
+        return kv_format.limit
+    return _MOST / (kv_format.head_dim & -kv_format.head_dim)
 
 
 @cache

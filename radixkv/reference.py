@@ -6,6 +6,8 @@ all backends, and a float64 reference over dense K and V.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -15,9 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from radixkv.config import require_int, require_real
 from radixkv.errors import NonFiniteError
 from radixkv.groups import SharedRun
-from radixkv.quant import KVCodec, KVFormat, LayerPages, hadamard
+from radixkv.quant import KVCodec, KVFormat, LayerPages, hadamard, row_limit
 
 
 @dataclass
@@ -71,17 +74,26 @@ class AttentionBatch:
         return starts[1:] - starts[:-1]
 
 
+_FLOAT32 = torch.finfo(torch.float32)
+_LONGEST = 2**31 - 1  # positions are int32: no window is wider
+
+
 @dataclass(frozen=True)
 class ScoreRule:
     """How one layer turns q.k into attention weights.
 
     Attributes:
-        softmax_scale: factor on q.k.
-        sliding_window: a query sees this many tokens, itself included; None is all.
-        softcap: scores become softcap * tanh(score / softcap), before the mask; None is off.
-        sinks: a logit per query head that takes part in the softmax alone. [num_q_heads].
+        softmax_scale: factor on q.k; any number that float32 holds.
+        sliding_window: a query sees this many tokens, itself included, at least 1; None is all.
+        softcap: scores become softcap * tanh(score / softcap), before the mask; above 0; None is
+            off.
+        sinks: a logit per query head that takes part in the softmax alone; -inf takes none.
+            [num_q_heads], any float dtype.
         alibi_slopes: slope per query head; adds slope * (key position - query position).
-            [num_q_heads] float32.
+            [num_q_heads], any float dtype.
+
+    Raises:
+        ValueError, TypeError: a field that is none of these; named, with its value and range.
     """
 
     softmax_scale: float
@@ -89,6 +101,69 @@ class ScoreRule:
     softcap: float | None = None
     sinks: Tensor | None = None
     alibi_slopes: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        most = _FLOAT32.max
+        scale = require_real("softmax_scale", self.softmax_scale, -most, most)
+        object.__setattr__(self, "softmax_scale", scale)
+        if self.sliding_window is not None:
+            window = min(require_int("sliding_window", self.sliding_window, 1), _LONGEST)
+            object.__setattr__(self, "sliding_window", window)
+        if self.softcap is not None:
+            softcap = require_real("softcap", self.softcap, _FLOAT32.tiny, most)
+            object.__setattr__(self, "softcap", softcap)
+        for name, least in (("sinks", -math.inf), ("alibi_slopes", -most)):
+            values = getattr(self, name)
+            if values is not None:
+                _require_head_values(name, values, least=least)
+                if values.requires_grad:  # attention gives rows without a graph
+                    object.__setattr__(self, name, values.detach())
+
+    def require_heads(self, num_q_heads: int, device: torch.device) -> None:
+        """Raise ValueError unless what it holds of each head is of so many heads on ``device``.
+
+        What runs attention calls it first: a kernel that reads by head would read past an end.
+        """
+        if self.sinks is None and self.alibi_slopes is None:
+            return
+        for name, values in (("sinks", self.sinks), ("alibi_slopes", self.alibi_slopes)):
+            if values is None:
+                continue
+            if values.shape[0] != num_q_heads:
+                raise ValueError(
+                    f"{name}: expected shape [{num_q_heads}], one value for each query head of q, "
+                    f"got {list(values.shape)}"
+                )
+            if values.device != device:
+                raise ValueError(
+                    f"{name}: expected a tensor on {device}, where q is, got one on {values.device}"
+                )
+
+
+def _require_head_values(name: str, values: object, *, least: float) -> None:
+    """Raise unless ``values`` are a number a head, from ``least`` on, none NaN or above float32."""
+    if not isinstance(values, Tensor) or not values.is_floating_point():
+        got = values.dtype if isinstance(values, Tensor) else type(values).__name__
+        raise TypeError(
+            f"{name}: expected a floating-point tensor of shape [num_q_heads], got {got}; "
+            f"convert it first"
+        )
+    if values.ndim != 1 or not values.shape[0]:
+        raise ValueError(
+            f"{name}: expected shape [num_q_heads], one value a query head, got "
+            f"{list(values.shape)}"
+        )
+    if values.is_meta or (values.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return  # nothing to look at; what is captured was checked when it ran before
+    numbers = values.detach()
+    good = (numbers >= least) & (numbers <= _FLOAT32.max)
+    if not bool(good.all()):
+        bad = int((~good).nonzero()[0])
+        what = "finite numbers" if math.isfinite(least) else "finite numbers or -inf"
+        raise ValueError(
+            f"{name}: expected {what} within float32, got {float(numbers[bad])!r} for query head "
+            f"{bad}"
+        )
 
 
 # A query's arithmetic must not depend on its neighbours or on where its chunk began, or
@@ -124,20 +199,38 @@ def encode_rows(
     Returns:
         codes and scales, as ``KVFormat.quantize`` gives them.
     Raises:
-        NonFiniteError: NaN or Inf in ``rows``; names the layer and the heads.
+        NonFiniteError: NaN or Inf in ``rows``, or a number that would not be finite as stored;
+            names the layer and the heads.
     """
     rows = rows.detach().float()
-    finite = torch.isfinite(rows).all(dim=-1)
-    if not bool(finite.all()):
-        heads = (~finite).any(dim=0).nonzero().flatten().tolist()
-        raise NonFiniteError(
-            f"{name} of layer {layer_idx}, KV head {', '.join(map(str, heads))}: expected finite "
-            f"values, got NaN or Inf; check the model's weights and dtype (float16 overflows "
-            f"above 65504: try bfloat16 or float32)"
-        )
+    _require_below(row_limit(kv_format, rotate), kv_format, rows, name, layer_idx)
     if rotate:
         rows = rotate_rows(rows)
+        if kv_format.limit < row_limit(kv_format, rotate):
+            _require_below(kv_format.limit, kv_format, rows, name, layer_idx)
     return kv_format.quantize(rows)
+
+
+def _require_below(
+    limit: float, kv_format: KVFormat, rows: Tensor, name: str, layer_idx: int
+) -> None:
+    good = (rows.abs() < limit).all(dim=-1)
+    if not bool(good.all()):
+        heads = (~good).any(dim=0).nonzero().flatten().tolist()
+        raise non_finite(name, layer_idx, heads, kv_format)
+
+
+def non_finite(
+    name: str, layer_idx: int, heads: Sequence[int], kv_format: KVFormat
+) -> NonFiniteError:
+    """The error for rows of K or V that are not finite, or would not be as stored."""
+    of_model = kv_format.name == "model"
+    pages = str(kv_format.code_dtype).removeprefix("torch.") if of_model else kv_format.name
+    return NonFiniteError(
+        f"{name} of layer {layer_idx}, KV head {', '.join(map(str, heads))}: expected finite "
+        f"values that {pages} pages hold, got NaN, Inf or too large a number; check the model's "
+        f"weights and dtype (float16 overflows above 65504: try bfloat16 or float32)"
+    )
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
@@ -164,7 +257,7 @@ def write_kv(
         k: [num_tokens, num_kv_heads, head_dim]; v: the same with v_head_dim.
         k_center: taken off each row of k first. [num_kv_heads, head_dim] float32.
     Raises:
-        NonFiniteError: NaN or Inf in k (less its center) or v.
+        NonFiniteError: NaN or Inf in k (less its center) or v, or what is not finite as stored.
     """
     if k_center is not None:
         k = k.float() - k_center
@@ -218,6 +311,7 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
     """
     num_q_heads, num_queries, _ = q.shape
     num_kv_heads, seq_len, _ = k.shape
+    rule.require_heads(num_q_heads, q.device)
     group = num_q_heads // num_kv_heads
     visible = _visible(num_queries, seq_len, rule.sliding_window, q.device)
     # Queries of one KV head form one block of rows, so K is never repeated for them.
@@ -381,6 +475,7 @@ def paged_attention(
 
     Accuracy: float32 arithmetic over the dequantized pages, whatever q's dtype.
     """
+    rule.require_heads(q.shape[1], q.device)
     queries = q.float()
     if codec.rotate_k:
         queries = rotate_rows(queries)

@@ -21,9 +21,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from radixkv.errors import NonFiniteError
-from radixkv.quant import INT4_SEARCH, SCALE_DTYPE, Int4Format, KVCodec, KVFormat, LayerPages
-from radixkv.reference import AttentionBatch, ScoreRule
+from radixkv.quant import (
+    INT4_SEARCH,
+    SCALE_DTYPE,
+    Int4Format,
+    KVCodec,
+    KVFormat,
+    LayerPages,
+    row_limit,
+)
+from radixkv.reference import AttentionBatch, ScoreRule, non_finite
 from radixkv.tiles import Tile, find_tile
 from radixkv_kernels.gpu.attention import extend_kernel, split_kernel
 from radixkv_kernels.gpu.copy import copy_kernel
@@ -172,6 +179,10 @@ def write_constants(codec: KVCodec) -> dict[str, Any]:
         "SEARCH": INT4_SEARCH,
         "K_ROTATE": rotation_log2(k.head_dim, codec.rotate_k),
         "V_ROTATE": rotation_log2(v.head_dim, codec.rotate_v),
+        "K_LIMIT": row_limit(k, codec.rotate_k),
+        "V_LIMIT": row_limit(v, codec.rotate_v),
+        "K_STORED": k.limit,
+        "V_STORED": v.limit,
         "BLOCK_T": _WRITE_TOKENS,
     }
 
@@ -231,7 +242,8 @@ def settle(codec: KVCodec) -> None:
     """Raise what writes to this cache noted since the last call; waits for the GPU.
 
     Raises:
-        NonFiniteError: NaN or Inf in K or V; names the layer and the heads.
+        NonFiniteError: NaN or Inf in K or V, or what is not finite as stored; names the layer and
+            the heads.
         ValueError: a slot that the pages do not have.
     """
     known: dict[torch.device, Tensor] = codec.__dict__.get("_triton_faults", {})
@@ -246,12 +258,9 @@ def settle(codec: KVCodec) -> None:
                 "slot_mapping: expected slots of the pages that there are, got others (not "
                 "written); use the slots that a lease gives"
             )
-        heads = ", ".join(str(h) for i, what, h in found if (i, what) == (layer_idx, kind))
-        raise NonFiniteError(
-            f"{'KV'[kind]} of layer {layer_idx}, KV head {heads}: expected finite values, got "
-            f"NaN or Inf; check the model's weights and dtype (float16 overflows above 65504: "
-            f"try bfloat16 or float32)"
-        )
+        heads = [h for i, what, h in found if (i, what) == (layer_idx, kind)]
+        kv_format = codec.v_format if kind else codec.k_format
+        raise non_finite("KV"[kind], layer_idx, heads, kv_format)
 
 
 def write_kv(
@@ -773,6 +782,7 @@ def paged_attention(
     ``KVConfig(shared_prefix="always")`` asks for shared pages to be read once (not by "auto",
     as long as no GPU has been measured).
     """
+    rule.require_heads(q.shape[1], q.device)
     every_one_new = q.shape[0] == batch.seq_lens.shape[0]
     if batch.runs and every_one_new and codec.config.shared_prefix == "always":
         return shared_attention(codec, layer, q, batch, batch.runs, rule)

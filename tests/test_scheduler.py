@@ -28,7 +28,7 @@ from radixkv import (
 )
 from radixkv.batch import Run, build_batch
 from radixkv.bench_engine import bench_steps
-from radixkv.cache import _Guard
+from radixkv.guard import Guard
 from radixkv.model import ModelRunner
 from radixkv.reference import read_rows
 from radixkv.scheduler import longest_prefix_first
@@ -277,12 +277,12 @@ def test_a_paused_request_does_not_hold_up_those_that_share_its_prefix() -> None
 
 def test_what_other_threads_may_see_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whenever the cache's lock is given up another thread may take it: then `check` holds."""
-    leave, looking = _Guard.leave, False
+    leave, looking = Guard.leave, False
     load = [([0, 1, 2, 0, 1], SamplingParams(n=2, seed=i, max_new_tokens=9)) for i in range(3)]
     load.append(([0, 1, 2, 2], BeamParams(width=3, max_new_tokens=4)))  # type: ignore[arg-type]
     with fake_engine(14, 2) as engine:
 
-        def leave_and_look(guard: _Guard) -> None:
+        def leave_and_look(guard: Guard) -> None:
             nonlocal looking
             leave(guard)
             if not looking:
@@ -295,7 +295,7 @@ def test_what_other_threads_may_see_is_whole(monkeypatch: pytest.MonkeyPatch) ->
                 finally:
                     looking = False
 
-        monkeypatch.setattr(_Guard, "leave", leave_and_look)
+        monkeypatch.setattr(Guard, "leave", leave_and_look)
         engine.generate(*zip(*load, strict=True))
         assert engine.stats().preemptions > 0
         check_idle(engine)

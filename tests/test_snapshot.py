@@ -248,7 +248,7 @@ def test_a_format_of_another_version_is_refused(
     filled(dtype="int4").save(path)
     monkeypatch.setattr("radixkv.quant.Int4Format.version", 99)
     assert "version 99" in refused(make(dtype="int4"), path)
-    monkeypatch.setattr("radixkv.snapshot.FORMAT_VERSION", 2)
+    monkeypatch.setattr("radixkv.snapshot_file.FORMAT_VERSION", 2)
     assert "expected format version 2, got 1" in refused(make(dtype="int4"), path)
 
 

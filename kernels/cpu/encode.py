@@ -38,8 +38,13 @@ def count_non_finite(
     center: Any,
     center_bytes: Any,
     num_rows: Any,
+    factor: Any,
 ):
-    """1 if any element of ``num_rows`` float32 rows (less a center each) is NaN or Inf, else 0."""
+    """1 if any element of ``num_rows`` float32 rows (less a center each) is NaN or Inf, else 0.
+
+    Once it is multiplied with ``factor``, float32: a power of two, so that one overflows exactly
+    if it is too large.
+    """
     dim, is_centered = simd.literal(head_dim), simd.literal(centered)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
@@ -50,11 +55,12 @@ def count_non_finite(
             center = simd.pointer(b, b.add(args[4], b.mul(loop.index, args[5])))
             for i, x in enumerate(_load_centered(b, dim, row, center if is_centered else None)):
                 place = sums[i % 2]
+                x = b.fmul(x, simd.splat(b, args[7], x.type.count))
                 b.store(b.fadd(b.load(place), b.fsub(x, x)), place)
         zeros = simd.fold(b, b.fadd(*(b.load(place) for place in sums)), simd.add)
         return b.zext(b.fcmp_unordered("uno", zeros, ir.Constant(simd.F32, 0.0)), simd.I64)
 
-    return types.int64(head_dim, centered, *[types.int64] * 5), codegen
+    return types.int64(head_dim, centered, *[types.int64] * 5, types.float32), codegen
 
 
 def _load_centered(b: Any, dim: int, row: Any, center: Any) -> list[Any]:

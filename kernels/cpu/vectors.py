@@ -12,6 +12,8 @@ from numba.extending import intrinsic
 from radixkv_kernels.cpu import simd
 from radixkv_kernels.cpu.simd import LANES
 
+_TANH_TERMS = (1.0, -1 / 3, 2 / 15, -17 / 315, 62 / 2835)  # of tanh(x) / x, in x * x
+_TANH_NEAR = 0.25  # up to here they are all of a float32
 TILE_M = 8 if simd.WIDE or LANES == 4 else 4  # rows of one register tile of a matrix product
 
 
@@ -94,7 +96,14 @@ def cap_scores(typingctx: Any, target: Any, cap: Any, num_vectors: Any):
             tanh = b.fdiv(b.fsub(simd.constant(1.0), e), b.fadd(simd.constant(1.0), e))
             size = b.fmul(tanh, cap)
             signed = b.select(b.fcmp_ordered("<", x, simd.constant(0.0)), b.fneg(size), size)
-            simd.store(b, signed, target, at)
+            # 1 - e has no digits left of scores far below the cap: a series instead.
+            part = b.fdiv(x, cap)
+            square = b.fmul(part, part)
+            series = simd.constant(_TANH_TERMS[-1])
+            for term in _TANH_TERMS[-2::-1]:
+                series = b.fadd(b.fmul(series, square), simd.constant(term))
+            near = b.fcmp_ordered("<", square, simd.constant(_TANH_NEAR**2))
+            simd.store(b, b.select(near, b.fmul(x, series), signed), target, at)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.float32, types.int64), codegen

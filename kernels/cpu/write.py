@@ -12,7 +12,7 @@ from numba import carray
 
 from radixkv_kernels.compile_cache import compile_callback, compile_helper
 from radixkv_kernels.cpu.encode import count_non_finite, encode_row
-from radixkv_kernels.cpu.formats import MAX_HEAD_DIM, RowFormat, require_sizes
+from radixkv_kernels.cpu.formats import FLOAT16, FLOAT32, MAX_HEAD_DIM, RowFormat, require_sizes
 from radixkv_kernels.cpu.gather import make_rows_at
 from radixkv_kernels.cpu.launch import kernel_address, run_kernel, runs
 from radixkv_kernels.cpu.memory import fetch_add, get_i64, put_i64
@@ -29,22 +29,41 @@ from radixkv_kernels.cpu.records import (
 WRITE_TOKENS = 64  # of a task
 
 
+def _overflow_factor(form: RowFormat, rotate: bool) -> float:
+    """With what rows are multiplied so that those overflow that may not be finite as stored.
+
+    Exact but for FLOAT16 and BFLOAT16 pages, whose limits are no powers of two: rows that come
+    near them overflow as well. As `radixkv.quant.row_limit`.
+    """
+    block = form.head_dim & -form.head_dim
+    exponent = 127 if form.fmt != FLOAT32 or rotate else 128  # of the limit
+    if rotate:
+        exponent -= block.bit_length() - 1  # a rotation adds up so many before it scales them
+    if form.fmt == FLOAT16:
+        exponent = 15 - (block.bit_length() // 2 if rotate else 0)
+    return 2.0 ** (128 - exponent)
+
+
 def _make_check(k: RowFormat, v: RowFormat) -> Any:
     """A helper that looks for slots that do not exist, and for NaN and Inf in a task's rows."""
     k_dim, v_dim = k.head_dim, v.head_dim
+    k_plain, v_plain = _overflow_factor(k, False), _overflow_factor(v, False)
+    k_turned, v_turned = _overflow_factor(k, True), _overflow_factor(v, True)
 
     @compile_helper
     def check(args, first, after):  # type: ignore[no-untyped-def]
         num_slots, num_heads, bad = args.num_pages * args.page_size, args.num_kv_heads, np.int64(0)
+        k_factor = np.float32(k_turned if args.rotate_k else k_plain)
+        v_factor = np.float32(v_turned if args.rotate_v else v_plain)
         for token in range(first, after):
             slot = get_i64(args.slots, token)
             if slot < 0 or slot >= num_slots:
                 put_i64(args.counters, 2, slot + (1 if slot >= 0 else 0))
             rows, step = args.k_rows + 4 * token * args.k_rows_token, 4 * args.k_rows_head
             center, center_step = args.k_center, args.k_center_head
-            bad += count_non_finite(k_dim, 1, rows, step, center, center_step, num_heads)
+            bad += count_non_finite(k_dim, 1, rows, step, center, center_step, num_heads, k_factor)
             rows, step = args.v_rows + 4 * token * args.v_rows_token, 4 * args.v_rows_head
-            bad += count_non_finite(v_dim, 0, rows, step, 0, 0, num_heads)
+            bad += count_non_finite(v_dim, 0, rows, step, 0, 0, num_heads, v_factor)
         if bad > 0:
             put_i64(args.counters, 3, bad)
 
@@ -155,7 +174,7 @@ class Write:
         self._turn = WriteTurn(checks=1, writes=alone, counters=counters)
 
     def run(self, places: PagePlaces, k_center: torch.Tensor | None = None) -> bool:
-        """Write; False (nothing written) if not all rows are finite.
+        """Write; False (nothing written) if not all rows are finite, or may not be as stored.
 
         Args:
             places: of the layer, whose pages are mutated.

@@ -118,6 +118,8 @@ def _write_rows(
     GROUP: tl.constexpr,
     SEARCH: tl.constexpr,
     ROTATE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    STORED: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     BLOCK_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
@@ -125,12 +127,16 @@ def _write_rows(
     mask = ok[:, None] & (offs_d < HEAD_DIM)[None, :]
     start = token.to(tl.int64) * stride_token + head.to(tl.int64) * stride_head
     x = tl.load(rows_ptr + start[:, None] + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
-    bad = tl.max((~(tl.abs(x) < float("inf"))).to(tl.int32), 1)
+    bad = tl.max((~(tl.abs(x) < LIMIT)).to(tl.int32), 1)
     tl.store(fault_ptr, 1, mask=tl.max(bad, 0) > 0)
     ok = ok & (bad == 0)
     x = tl.where(ok[:, None], x, 0.0)
     if ROTATE > 0:
         x = rotate_rows(x, BLOCK_T, BLOCK_D, ROTATE)
+        if STORED < LIMIT:
+            bad = tl.max((~(tl.abs(x) < STORED)).to(tl.int32), 1)
+            tl.store(fault_ptr, 1, mask=tl.max(bad, 0) > 0)
+            ok = ok & (bad == 0)
     mask = ok[:, None] & (offs_d < HEAD_DIM)[None, :]
     place = pages_ptr + row[:, None] * HEAD_DIM + offs_d[None, :]
     if FORMAT == INT4:
@@ -182,9 +188,16 @@ def write_kernel(
     SEARCH: tl.constexpr,
     K_ROTATE: tl.constexpr,
     V_ROTATE: tl.constexpr,
+    K_LIMIT: tl.constexpr,  # of rows as they come, in size
+    V_LIMIT: tl.constexpr,
+    K_STORED: tl.constexpr,  # of rows as they are stored
+    V_STORED: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Grid (tiles of BLOCK_T tokens, KV heads). A row that is not finite is not written."""
+    """Grid (tiles of BLOCK_T tokens, KV heads).
+
+    A row that is not finite, or would not be as stored, is not written.
+    """
     head = tl.program_id(1)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     ok = token < num_tokens
@@ -196,10 +209,12 @@ def write_kernel(
     row = (slot // PAGE_SIZE * num_kv_heads + head) * PAGE_SIZE + slot % PAGE_SIZE
     _write_rows(
         k_ptr, stride_k_token, stride_k_head, k_pages_ptr, k_scale_ptr, faults_ptr + head,
-        token, head, row, ok, K_FORMAT, HEAD_DIM, K_GROUP, SEARCH, K_ROTATE, BLOCK_T,
+        token, head, row, ok, K_FORMAT, HEAD_DIM, K_GROUP, SEARCH, K_ROTATE,
+        K_LIMIT, K_STORED, BLOCK_T,
     )  # fmt: skip
     _write_rows(
         v_ptr, stride_v_token, stride_v_head, v_pages_ptr, v_scale_ptr,
         faults_ptr + num_kv_heads + head,
-        token, head, row, ok, V_FORMAT, V_HEAD_DIM, V_GROUP, SEARCH, V_ROTATE, BLOCK_T,
+        token, head, row, ok, V_FORMAT, V_HEAD_DIM, V_GROUP, SEARCH, V_ROTATE,
+        V_LIMIT, V_STORED, BLOCK_T,
     )  # fmt: skip
