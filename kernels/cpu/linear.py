@@ -60,7 +60,8 @@ _FIELDS = ("kind", "first_task", "needs", "num_tasks", "step", "num_rows", "num_
            "num_inputs", "x", "x_row", "weight", "bias", "out", "out_row", "more", "more_row",
            "weight2", "bias2", "out2")  # fmt: skip
 _OP = np.dtype([(name, "i8") for name in _FIELDS] + [("eps", "f8")])
-_WORDS = len(_FIELDS) + 1
+_NAMES = (*_FIELDS, "eps")
+_WORDS = len(_NAMES)
 _MAX_OPS = 15
 _MAX_WORDS = _WORDS * (_MAX_OPS + 1)
 _HEAD_NUM_OPS, _HEAD_COUNTERS = _FIELDS.index("num_rows"), _FIELDS.index("x")
@@ -448,20 +449,17 @@ class Program:
         """What is added from here on needs what was added before."""
         self._needs = self._num_tasks
 
-    def _add(
-        self, kind: int, size: int, step: int, num_outputs: int, num_inputs: int,
-        x: Address, x_row: int, weight: Address, bias: Address, out: Address, out_row: int,
-        more: Address = 0, more_row: int = 0, weight2: Address = 0, bias2: Address = 0,
-        out2: Address = 0, eps: int = 0,
-    ) -> None:  # fmt: skip
+    def _add(self, kind: int, size: int, step: int, **values: Address) -> None:
+        """Add an operation of ``size`` in tasks of ``step``; fields without a value are 0."""
         self._image = None
         num_tasks = -(-size // step)
         begin = len(self._words)
-        words = (
-            kind, self._num_tasks, self._needs, num_tasks, step, self.num_rows, num_outputs,
-            num_inputs, x, x_row, weight, bias, out, out_row, more, more_row, weight2, bias2,
-            out2, eps,
-        )  # fmt: skip
+        values |= {
+            "kind": kind, "first_task": self._num_tasks, "needs": self._needs,
+            "num_tasks": num_tasks, "step": step, "num_rows": self.num_rows,
+        }  # fmt: skip
+        words = [values.pop(name, 0) for name in _NAMES]
+        assert not values, values
         for number, word in enumerate(words, begin):
             if isinstance(word, tuple):
                 self._given.append((number, *word))
@@ -476,8 +474,9 @@ class Program:
     ) -> None:  # fmt: skip
         """PRODUCT; row lengths in bytes; weight is contiguous."""
         step = self._step(num_outputs, num_inputs)
-        self._add(PRODUCT, num_outputs, step, num_outputs, num_inputs, x, x_row, weight, bias,
-                  out, out_row, more, more_row)  # fmt: skip
+        self._add(PRODUCT, num_outputs, step, num_outputs=num_outputs, num_inputs=num_inputs,
+                  x=x, x_row=x_row, weight=weight, bias=bias, out=out, out_row=out_row,
+                  more=more, more_row=more_row)  # fmt: skip
 
     def gated(
         self, num_outputs: int, num_inputs: int, x: Address, x_row: int, weight: Address,
@@ -487,8 +486,9 @@ class Program:
         """GATED."""
         step = self._step(num_outputs, num_inputs)
         self._work += num_outputs * num_inputs
-        self._add(GATED, num_outputs, step, num_outputs, num_inputs, x, x_row, weight, bias,
-                  out, out_row, 0, 0, weight2, bias2, out2)  # fmt: skip
+        self._add(GATED, num_outputs, step, num_outputs=num_outputs, num_inputs=num_inputs,
+                  x=x, x_row=x_row, weight=weight, bias=bias, out=out, out_row=out_row,
+                  weight2=weight2, bias2=bias2, out2=out2)  # fmt: skip
 
     def _step(self, num_outputs: int, num_inputs: int) -> int:
         """Outputs of a task: as many as the cache holds, less where threads then end together."""
@@ -508,16 +508,17 @@ class Program:
         out_row: int,
     ) -> None:  # fmt: skip
         """NORM; ``eps`` as `bits_of` gives it."""
-        self._add(NORM, self.num_rows, _NORM_ROWS, size, size, x, x_row, weight, 0, out, out_row,
-                  eps=eps)  # fmt: skip
+        self._add(NORM, self.num_rows, _NORM_ROWS, num_outputs=size, num_inputs=size, x=x,
+                  x_row=x_row, weight=weight, out=out, out_row=out_row, eps=eps)  # fmt: skip
 
     def rope(
         self, num_heads: int, head_dim: int, out: Address, out_row: int, cos: Address,
         sin: Address, turn_row: int, weight: Address = 0, eps: int = 0,
     ) -> None:  # fmt: skip
         """ROPE."""
-        self._add(ROPE, self.num_rows, _NORM_ROWS, num_heads * head_dim, head_dim, cos, turn_row,
-                  weight, 0, out, out_row, sin, turn_row, eps=eps)  # fmt: skip
+        self._add(ROPE, self.num_rows, _NORM_ROWS, num_outputs=num_heads * head_dim,
+                  num_inputs=head_dim, x=cos, x_row=turn_row, weight=weight, out=out,
+                  out_row=out_row, more=sin, more_row=turn_row, eps=eps)  # fmt: skip
 
     def run(self, **addresses: int) -> None:
         """Run it; the memory at all addresses must stay until it has run."""

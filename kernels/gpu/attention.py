@@ -1,4 +1,7 @@
-"""Attention of tiles of queries to stored pages: `split_kernel` and `extend_kernel`."""
+"""Attention of tiles of queries to stored pages: `split_kernel` and `extend_kernel`.
+
+Parameters are one flat list, as Triton takes them (README.md says why).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""New rows of K and V into pages: checked, rotated, quantized, scattered."""
+"""New rows of K and V into pages: checked, rotated, quantized, scattered.
+
+Parameters are one flat list, as Triton takes them (README.md says why).
+"""
 
 from __future__ import annotations
 
