@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -247,7 +246,7 @@ def _step(codec: KVCodec, batch: AttentionBatch, num_q_heads: int, head_dim: int
     stored, num_kv_heads = _stored(codec), codec.spec.num_kv_heads
     return Step(
         _plan(codec, batch, max(1, num_q_heads // num_kv_heads)),
-        replace(stored.k, head_dim=head_dim),
+        stored.k._replace(head_dim=head_dim),
         stored.v,
         num_q_heads,
         num_kv_heads,

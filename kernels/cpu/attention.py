@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -57,8 +58,7 @@ class _Launch:
     scratch_bytes: int
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """How one layer turns q.k into attention weights.
 
     Attributes:
@@ -71,17 +71,6 @@ class Rule:
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
-
-    def terms(self) -> RuleTerms:
-        """In the kernels' words; right as long as the tensors live."""
-        sinks, slopes = self.sinks, self.alibi_slopes
-        return RuleTerms(
-            0 if sinks is None else sinks.data_ptr(),
-            0 if slopes is None else slopes.data_ptr(),
-            self.window,
-            self.softmax_scale,
-            self.softcap,
-        )
 
 
 class Step:
@@ -257,7 +246,14 @@ class AttentionCall:
         rule: Rule,
     ) -> None:
         """Attend; see `Step.attend`."""
-        terms = rule.terms()
+        scale, window, softcap, sinks, slopes = rule
+        terms = RuleTerms(
+            0 if sinks is None else sinks.data_ptr(),
+            0 if slopes is None else slopes.data_ptr(),
+            window,
+            scale,
+            softcap,
+        )
         for launch, record, address, memory in self._launches:
             record[:] = launch.record  # the counters, too
             LAYER.pack_into(record, 0, *self._rows, *places, *terms, *memory)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from radixkv_kernels.cpu import simd
@@ -52,8 +51,7 @@ def pair_pieces(num: int) -> list[tuple[int, int]]:
     return [(i, min(2 * LANES, num - i)) for i in range(0, num, 2 * LANES)]
 
 
-@dataclass(frozen=True)
-class RowFormat:
+class RowFormat(NamedTuple):
     """How rows of K, or of V, are stored.
 
     Attributes:

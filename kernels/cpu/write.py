@@ -156,22 +156,13 @@ class Write:
         num_tasks = -(-num_tokens // WRITE_TOKENS)
         self._num_threads = torch.get_num_threads() if num_tasks > 1 else 1
         rows = NewRows(
-            k_rows=k.data_ptr(),
-            k_rows_token=k_token,
-            k_rows_head=k_head,
-            v_rows=v.data_ptr(),
-            v_rows_token=v_token,
-            v_rows_head=v_head,
-            slots=slot_mapping.data_ptr(),
-            num_tokens=num_tokens,
-            num_tasks=num_tasks,
-            rotate_k=rotate[0],
-            rotate_v=rotate[1],
-        )
+            k.data_ptr(), k_token, k_head, v.data_ptr(), v_token, v_head, slot_mapping.data_ptr(),
+            num_tokens, num_tasks, *rotate,
+        )  # fmt: skip
         self._record = (ctypes.c_int64 * (_NUM_WORDS + _NUM_COUNTERS))(*rows)
         self._address = ctypes.addressof(self._record)
         alone, counters = self._num_threads == 1, self._address + 8 * _NUM_WORDS
-        self._turn = WriteTurn(checks=1, writes=alone, counters=counters)
+        self._turn = WriteTurn(1, alone, counters)
 
     def run(self, places: PagePlaces, k_center: torch.Tensor | None = None) -> bool:
         """Write; False (nothing written) if not all rows are finite, or may not be as stored.
@@ -186,7 +177,7 @@ class Write:
         center = _NO_CENTER
         if k_center is not None:
             center = Center(k_center.data_ptr(), 4 * k_center.stride(0))
-        record[len(NewRows._fields) :] = (*center, *places, *self._turn, *_COUNTERS_AT_FIRST)
+        record[_LAYER] = (*center, *places, *self._turn, *_COUNTERS_AT_FIRST)
         run_kernel(self._kernel, self._address, self._num_threads)
         bad_slot, not_finite = record[_NUM_WORDS + 2 :]
         if bad_slot:
@@ -206,6 +197,7 @@ class Write:
 _zeros = torch.zeros(MAX_HEAD_DIM, dtype=torch.float32, device="cpu")
 _NO_CENTER = Center(_zeros.data_ptr(), 0)
 _NUM_WORDS = len(WRITE_ARGS)
+_LAYER = slice(len(NewRows._fields), None)
 _TURN = slice(_NUM_WORDS - len(WriteTurn._fields), _NUM_WORDS)
 _COUNTERS_AT_FIRST = (0, 0, 0, 0)
 _NUM_COUNTERS = len(_COUNTERS_AT_FIRST)
