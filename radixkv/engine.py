@@ -845,11 +845,11 @@ class Engine:
         )
         longest = max(map(len, tails))
         self.limits.check_length(len(token_ids), longest - 1)  # the last token is scored, not run
-        # The prompt is held while each continuation writes on in a copy of its last, open page.
+        # All write on in a copy of the prompt's last, open page but the last, whose own it is.
         page_size, num_prompt = self.cache.config.page_size, len(token_ids)
-        pages = -(-num_prompt // page_size)
-        if longest > 1:
-            pages += -(-(num_prompt + longest - 1) // page_size) - num_prompt // page_size
+        pages = -(-(num_prompt + longest - 1) // page_size)
+        if sum(len(tail) > 1 for tail in tails) > 1 and num_prompt % page_size:
+            pages += 1
         self.limits.check_pages(pages, f"a prompt of {num_prompt} tokens and {longest} after it")
         return tails
 
