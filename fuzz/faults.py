@@ -411,14 +411,16 @@ class Harness:
                 backend="cpu",
             )
             add_kernels(self.faults, self.engines[name])
-        with self.faults.paused():
-            for name, load in self.loads.items():
-                self.expected[name] = load.solo(roomy)
-                roomy.cache.clear()
-            self.next = self._next(roomy)
-        roomy.close()
         try:
+            # In place before anything is run: a layer whose forward is its owner's runs as that has
+            # it, whose low bits are others than those of a fused layer.
             with self.faults.installed(self.places):
+                with self.faults.paused():
+                    for name, load in self.loads.items():
+                        self.expected[name] = load.solo(roomy)
+                        roomy.cache.clear()
+                    self.next = self._next(roomy)
+                    roomy.close()
                 for name in self.loads:
                     self.run(name, 0, 0)
                     self.counts[name] = self.faults.total

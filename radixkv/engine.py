@@ -75,6 +75,7 @@ from radixkv.text import (
     encode_continuations,
     encode_prompt,
     is_chat,
+    require_tokenizer,
 )
 from radixkv.watch import WeightWatch
 
@@ -148,6 +149,7 @@ class Engine:
         policy: Policy = longest_prefix_first,
     ) -> None:
         _require_engine_options(kv, max_batch_tokens, backend, policy)
+        require_tokenizer(tokenizer)
         self._closed = True  # until all below has worked
         if device is not None:
             check_model(model)  # or moving it fails, for another reason

@@ -96,6 +96,7 @@ class _Parts:
     def __init__(self, layer: Any, family: str) -> None:
         prefix = f"transformers.models.{family}"
         self.all: list[_Part] = []
+        self._factors: list[tuple[dict[str, Any], str, Any]] = []  # that programs hold
 
         def take(parent: nn.Module, name: str, *kinds: str) -> Any:
             module = parent._modules.get(name)
@@ -109,7 +110,9 @@ class _Parts:
             part = take(parent, name, f"{prefix}RMSNorm")
             if not (part.weight is not None and part.weight.dim() == 1 and _is_plain(part.weight)):
                 raise LookupError(name)
-            return part.weight_at, linear_kernels().bits_of(part.module.variance_epsilon)
+            epsilon = part.module.variance_epsilon
+            self._factors.append((part.module.__dict__, "variance_epsilon", epsilon))
+            return part.weight_at, linear_kernels().bits_of(epsilon)
 
         def take_linear(parent: nn.Module, name: str) -> Any:
             part = take(parent, name, "torch.nn.modules.linear.Linear")
@@ -138,6 +141,7 @@ class _Parts:
         self.head_dim: int = attention.head_dim
         self.hidden_size: int = self.q.weight.shape[1]
         self.num_inner: int = self.gate.weight.shape[0]
+        self._factors.append((attention.__dict__, "scaling", attention.scaling))
         self.keywords = {
             "scaling": attention.scaling,
             "sliding_window": _WINDOWS[family](attention),
@@ -174,7 +178,7 @@ class _Parts:
                 or (bias is not None and bias.data_ptr() != bias_at)
             ):
                 return False
-        return True
+        return all(place.get(name) == value for place, name, value in self._factors)
 
     def keep(self) -> None:
         """Keep what the programs read, though a parameter may be given other memory."""

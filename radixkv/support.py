@@ -94,6 +94,13 @@ def check_kind(model: Any) -> None:
                 f"the prompt that no token ids stand for",
                 "merge or drop the adapter; LoRA is served",
             )
+        if getattr(adapter, "alora_invocation_tokens", None):
+            raise refuse(
+                model,
+                f"its adapter {name!r} is an activated LoRA (alora_invocation_tokens), which looks "
+                f"for its tokens in the whole prompt",
+                "this engine runs a prompt in parts; use a LoRA without them",
+            )
     if model.get_output_embeddings() is None:
         raise refuse(
             model,

@@ -12,7 +12,7 @@ from radixkv.conversations import (
 from radixkv.prompts import encode_prompt, is_prompt
 from radixkv.text_end import TextEnd
 from radixkv.text_stream import TextStream
-from radixkv.vocabulary import tokenizer_lock
+from radixkv.vocabulary import require_tokenizer, tokenizer_lock
 
 __all__ = [
     "Conversation",
@@ -25,5 +25,6 @@ __all__ = [
     "encode_prompt",
     "is_chat",
     "is_prompt",
+    "require_tokenizer",
     "tokenizer_lock",
 ]

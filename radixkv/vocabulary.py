@@ -49,6 +49,26 @@ _vocabularies: weakref.WeakKeyDictionary[Any, Vocabulary] = weakref.WeakKeyDicti
 _vocabularies_lock = threading.Lock()
 
 
+def require_tokenizer(tokenizer: Any) -> None:
+    """Raise TypeError unless ``tokenizer`` is None or one of transformers (or alike)."""
+    is_raw = not callable(tokenizer) and hasattr(tokenizer, "encode_batch")  # of tokenizers
+    if tokenizer is None or (
+        hasattr(tokenizer, "decode")
+        and not is_raw
+        and not isinstance(tokenizer, (type, str, bytes))
+    ):
+        return
+    mend = (
+        "use transformers.PreTrainedTokenizerFast(tokenizer_object=...)"
+        if is_raw
+        else "use AutoTokenizer.from_pretrained(...), or Engine.from_pretrained"
+    )
+    raise TypeError(
+        f"tokenizer: expected None or a tokenizer of transformers, got {tokenizer!r:.80} of type "
+        f"{type(tokenizer).__name__}; {mend}"
+    )
+
+
 def vocabulary_of(tokenizer: Any) -> Vocabulary:
     """Return the tokenizer's `Vocabulary`, the same at every call."""
     with _vocabularies_lock:

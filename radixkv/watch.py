@@ -227,10 +227,11 @@ class WeightWatch:
 
     It sees: writes through torch (version counters; of weights that are inference tensors, which
     have none, every byte is read), tensors, parameters, modules and forwards that were put in
-    place of others, other active adapters, and, on a CPU, writes past torch's counters
-    (``.data``, NumPy) where they touch one of the spread elements that it compares. It does not
-    see a write past the counters that touches none of these, or that is on a GPU, nor hooks, of
-    which most only look: after such a one, call `Engine.reset_cache`. Buffers that were written
+    place of others, other active adapters, factors that modules hold (a norm's epsilon, a scale:
+    floats among their attributes, but those that forwards write), and, on a CPU, writes past
+    torch's counters (``.data``, NumPy) where they touch one of the spread elements that it
+    compares. It does not see a write past the counters that touches none of these, or that is on
+    a GPU, nor hooks, of which most only look: after such a one, call `Engine.reset_cache`. Buffers that were written
     are no change if a forward makes of them what they were.
 
     Args:
@@ -261,6 +262,7 @@ class WeightWatch:
             self._has_other_parts()
             or self._has_other_state()
             or self.changed_unseen()
+            or self._has_other_factors()
             or self._look_closely() != self._close
             or self._has_foreign()
         ):
@@ -315,6 +317,12 @@ class WeightWatch:
             np.concatenate(samples).tobytes() != seen for samples, seen in self._samples[turn]
         )
 
+    def _has_other_factors(self) -> bool:
+        return any(
+            place.get(name) is not value and place.get(name) != value
+            for place, name, value in self._factors
+        )
+
     def _look_closely(self) -> list[Any]:
         return [
             [len(module._modules) for module in self._modules],
@@ -363,6 +371,13 @@ class WeightWatch:
             ]
             for turn in range(_TURNS)
         ]
+        self._factors: list[tuple[dict[str, Any], str, float]] = [
+            (module.__dict__, name, value)
+            for module in modules
+            for name, value in module.__dict__.items()
+            if type(value) is float
+        ]
+        self._knows_factors = False  # which of them forwards write
         self._close = self._look_closely()
         known = {(id(b.place), b.name): b for b in getattr(self, "_buffers", ())}
         self._buffers: list[_Buffer] = []
@@ -417,6 +432,9 @@ class WeightWatch:
             same pass again, and call `judge`.
         """
         self._suspects.clear()  # of a pass that failed
+        if not self._knows_factors:
+            self._factors = [one for one in self._factors if one[0].get(one[1]) == one[2]]
+            self._knows_factors = True
         for buffer in self._buffers:
             if not buffer.is_touched:
                 continue

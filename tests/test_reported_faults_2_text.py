@@ -431,3 +431,16 @@ def test_a_tool_answer_goes_on_after_the_call(
         branch.append(MORE)
         more = f"{said[:4]}<|end|>\n<|r|>user\nmore<|end|>\n<|r|>assistant\n"
         assert tokenizer.decode(branch.token_ids) == answered + more
+
+
+@pytest.mark.parametrize(
+    "wrong", ["gpt2", 3, object(), dict], ids=["name", "number", "object", "type"]
+)
+def test_what_is_no_tokenizer_is_refused_by_name(tiny_model: Any, wrong: Any) -> None:
+    with pytest.raises(TypeError, match="tokenizer: expected None or a tokenizer"):
+        Engine(tiny_model("llama"), wrong, kv=KV)
+
+
+def test_a_raw_tokenizer_is_refused_with_what_wraps_it(tiny_model: Any) -> None:
+    with pytest.raises(TypeError, match="PreTrainedTokenizerFast"):
+        Engine(tiny_model("llama"), tok().backend_tokenizer, kv=KV)

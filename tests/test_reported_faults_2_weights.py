@@ -882,3 +882,50 @@ def test_weights_that_a_forward_puts_in_place_are_refused() -> None:
     model.model.layers[0].mlp.up_proj = layer
     with pytest.raises(UnsupportedModelError, match="whenever it runs"):
         Engine(model, kv=KV)
+
+
+@pytest.mark.parametrize(
+    ("make", "place", "name", "value"),
+    [
+        (llama, "model.layers.0.input_layernorm", "variance_epsilon", 1.0),
+        (llama, "model.layers.0.self_attn", "scaling", 0.01),
+        (llama, "model.rotary_emb", "attention_scaling", 2.0),
+        (gpt2, "transformer.h.0.ln_1", "eps", 1.0),
+    ],
+)
+def test_a_factor_that_a_module_holds_is_noticed(
+    make: Callable[[], Any], place: str, name: str, value: float
+) -> None:
+    """No tensors, but what K, V and logits depend on."""
+    model = make()
+    options: dict[str, Any] = dict(temperature=0, max_new_tokens=1, ignore_eos=True, logprobs=0)
+
+    def ask(engine: Engine) -> tuple[float, int]:
+        result = engine.generate(IDS, **options)
+        sample = result.samples[0]
+        with torch.no_grad():
+            own_logprobs = model(torch.tensor([IDS])).logits[0, -1].float().log_softmax(-1)
+        token_id = sample.token_ids[0]
+        assert sample.logprobs is not None
+        off = abs(sample.logprobs[0][token_id] - float(own_logprobs[token_id]))
+        return off, result.cached_tokens
+
+    with Engine(model, kv=KV) as engine:
+        assert ask(engine)[0] < 1e-4
+        assert ask(engine)[1] == len(IDS) - 1
+        setattr(model.get_submodule(place), name, value)
+        off, cached = ask(engine)
+        assert off < 1e-4
+        assert cached == 0
+        assert ask(engine)[1] == len(IDS) - 1
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks transformers by an old name
+def test_an_activated_lora_is_refused_by_name() -> None:
+    import peft
+
+    config = peft.LoraConfig(
+        target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[5, 6]
+    )
+    with pytest.raises(UnsupportedModelError, match="alora_invocation_tokens"):
+        Engine(peft.get_peft_model(llama(), config).eval(), kv=KV)
