@@ -15,6 +15,7 @@ Where none can, kernels are compiled in every process, and the log says so.
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import logging
 import os
@@ -22,9 +23,10 @@ import pickle
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import llvmlite
@@ -56,7 +58,8 @@ def compile_callback(signature: Any) -> Callable[[Callable[..., Any]], Any]:
     def compile_function(function: Callable[..., Any]) -> Any:
         kernel = CFunc(function, (arguments, result), locals={}, options={"error_model": "numpy"})
         kernel._cache = KernelCache(function)
-        kernel.compile()
+        with _no_garbage():
+            kernel.compile()
         return kernel
 
     return compile_function
@@ -67,6 +70,41 @@ def compile_lazily(function: Callable[..., Any], **options: Any) -> Any:
     dispatcher = njit(**options)(function)
     dispatcher._cache = KernelCache(function)
     return dispatcher
+
+
+def compile_helper(function: Callable[..., Any]) -> Any:
+    """A function that becomes part of the kernels which call it, at each place where they do.
+
+    It is put there before types are inferred: it costs nothing when it runs, and a helper's
+    literal arguments stay literal. What calls it pays for copying it, helpers inside it included:
+    so helpers are small, and kernels call them themselves.
+    """
+    return njit(error_model="numpy", inline="always")(function)
+
+
+@contextlib.contextmanager
+def _no_garbage() -> Iterator[None]:
+    """A compiler makes many objects and few cycles: looking for those is a seventh of its time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _closed_over(value: Any) -> Any:
+    """What a value that compiled code closes over is, the same in every process.
+
+    Of a helper, its name, code, and what it closes over in turn.
+    """
+    function = getattr(value, "py_func", value)
+    if not isinstance(function, FunctionType):
+        return dumps(value)
+    cells = (cell.cell_contents for cell in function.__closure__ or ())
+    name = f"{function.__module__}.{function.__qualname__}"
+    return name, function.__code__.co_code, tuple(map(_closed_over, cells))
 
 
 @cache
@@ -152,6 +190,9 @@ class KernelCache(FunctionCache):
         if (found := folder()) is not None:
             for file in found.glob(f"{_plain(self._title)}-*.kernel"):
                 file.unlink(missing_ok=True)
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        return sig, codegen.magic_tuple(), _closed_over(self._py_func)
 
     def _path(self, key: Any) -> Path | None:
         if (found := folder()) is None:

@@ -25,7 +25,11 @@ from radixkv.config import KVConfig
 from radixkv.quant import KVCodec, KVFormat, KVSpec
 from radixkv.reference import ScoreRule
 from radixkv.tiles import Tile, candidates, shipped_tile
-from radixkv_kernels import gpu
+from radixkv_kernels.gpu.attention import extend_kernel, split_kernel
+from radixkv_kernels.gpu.copy import copy_kernel
+from radixkv_kernels.gpu.merge import merge_kernel
+from radixkv_kernels.gpu.rotate import rotate_kernel
+from radixkv_kernels.gpu.write import write_kernel
 
 TARGETS = {
     "cuda 80": GPUTarget("cuda", 80, 32),
@@ -139,31 +143,31 @@ def _source(job: CompileJob) -> tuple[Any, dict[str, Any], dict[str, str]]:
     )
     sinks = {"HAS_SINKS": "sinks" in job.rule}
     if job.kernel == "write":
-        return gpu.write_kernel, triton_backend.write_constants(codec), types
+        return write_kernel, triton_backend.write_constants(codec), types
     if job.kernel == "rotate":
         constants = {"HEAD_DIM": job.head_dim, "ROTATE": rotate, "BLOCK_T": 4}
-        return gpu.rotate_kernel, constants, types | {"out_ptr": "*fp32"}
+        return rotate_kernel, constants, types | {"out_ptr": "*fp32"}
     if job.kernel == "copy":
         constants = triton_backend.copy_constants(codec)
-        return gpu.copy_kernel, constants, types | dict.fromkeys(types, "*u8")
+        return copy_kernel, constants, types | dict.fromkeys(types, "*u8")
     if job.kernel in ("merge", "merge extend"):
         block_q = 8 if job.kernel == "merge extend" else 0
         constants = triton_backend.merge_constants(codec, has_table=False, block_q=block_q)
         if block_q and codec.rotate_v:
             types["out_ptr"] = "*fp32"
-        return gpu.merge_kernel, constants | sinks, types
+        return merge_kernel, constants | sinks, types
     constants = triton_backend.attention_constants(codec, job.dtype, job.group, rule, job_tile(job))
     if job.kernel in ("extend", "extend parts"):
         parts = job.kernel == "extend parts"
         types["out_ptr"] = "*fp32" if codec.rotate_v or parts else model
         constants |= sinks | {"PARTS": parts, "SPLIT": triton_backend.EXTEND_SPLIT}
-        return gpu.extend_kernel, constants, types
+        return extend_kernel, constants, types
     constants |= {
         "SHARED": job.kernel == "shared",
         "HAS_STARTS": job.kernel == "shared",
         "SPLIT": triton_backend.SPLIT,
     }
-    return gpu.split_kernel, constants, types | {"out_ptr": "*fp32"}
+    return split_kernel, constants, types | {"out_ptr": "*fp32"}
 
 
 def compile_kernel(job: CompileJob) -> CompileReport:

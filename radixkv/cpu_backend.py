@@ -18,44 +18,60 @@ from torch import Tensor
 from radixkv import costs, reference
 from radixkv.quant import SCALE_DTYPE, KVCodec, KVFormat, LayerPages
 from radixkv.reference import AttentionBatch, ScoreRule
-from radixkv_kernels import compile_cache, cpu
+from radixkv_kernels import compile_cache
+from radixkv_kernels.cpu.attention import AttentionCall, Rule, Step
+from radixkv_kernels.cpu.formats import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    FP8,
+    FP8_E5M2,
+    INT4,
+    INT8,
+    RowFormat,
+    extends_in_rows,
+    shares,
+)
+from radixkv_kernels.cpu.plan import MAX_DECODE_GROUP, SPLIT, Plan, make_plan
+from radixkv_kernels.cpu.records import PagePlaces, page_places
+from radixkv_kernels.cpu.simd import processor
+from radixkv_kernels.cpu.write import Write
 
 _FORMATS = {
-    "int8": cpu.INT8,
-    "fp8": cpu.FP8,
-    "fp8_e5m2": cpu.FP8_E5M2,
-    "int4": cpu.INT4,
-    torch.float32: cpu.FLOAT32,
-    torch.float16: cpu.FLOAT16,
-    torch.bfloat16: cpu.BFLOAT16,
+    "int8": INT8,
+    "fp8": FP8,
+    "fp8_e5m2": FP8_E5M2,
+    "int4": INT4,
+    torch.float32: FLOAT32,
+    torch.float16: FLOAT16,
+    torch.bfloat16: BFLOAT16,
 }
 
 
 class _Stored(NamedTuple):
     """How a codec's pages are stored, in the kernels' words; of K and of V."""
 
-    formats: tuple[int, int]
-    dims: tuple[int, int]
+    k: RowFormat
+    v: RowFormat
     rotate: tuple[bool, bool]
 
 
 def _stored(codec: KVCodec) -> _Stored:
     known: _Stored | None = codec.__dict__.get("_cpu_stored")
     if known is None:
-        forms = (codec.k_format, codec.v_format)
-        k_fmt, v_fmt = (
-            _FORMATS[form.code_dtype if form.name == "model" else form.name] for form in forms
+        k, v = (
+            RowFormat(_FORMATS[f.code_dtype if f.name == "model" else f.name], f.head_dim)
+            for f in (codec.k_format, codec.v_format)
         )
-        dims = (codec.k_format.head_dim, codec.v_format.head_dim)
-        known = _Stored((k_fmt, v_fmt), dims, (codec.rotate_k, codec.rotate_v))
+        known = _Stored(k, v, (codec.rotate_k, codec.rotate_v))
         codec.__dict__["_cpu_stored"] = known
     return known
 
 
-def _places(layer: LayerPages) -> tuple[int, ...]:
-    places: tuple[int, ...] | None = layer.__dict__.get("_cpu_places")
+def _places(layer: LayerPages) -> PagePlaces:
+    places: PagePlaces | None = layer.__dict__.get("_cpu_places")
     if places is None:
-        places = layer.__dict__["_cpu_places"] = cpu.page_arguments(*layer)
+        places = layer.__dict__["_cpu_places"] = page_places(*layer)
     return places
 
 
@@ -87,27 +103,27 @@ def write_kv(
     Accuracy: without rotation, bit for bit that of the reference; with it, within one code
     (the rotation adds in another order).
     """
-    formats, _, rotate = _stored(codec)
+    k_form, v_form, rotate = _stored(codec)
     slots = _packed("slot_mapping", slot_mapping, torch.int64)
     center = None if k_center is None else _rows(k_center)
     rows = (_rows(k), _rows(v))
-    if not cpu.write(_places(layer), formats, slots, *rows, rotate=rotate, k_center=center):
+    if not Write(k_form, v_form, slots, *rows, rotate=rotate).run(_places(layer), center):
         # Its plain twin names the heads of rows that are refused, before it writes, too; and it
         # writes rows that are only near what the kernel takes for too large.
         reference.write_kv(codec, layer, slot_mapping, k, v, layer_idx=layer_idx, k_center=k_center)
 
 
-def _plan(codec: KVCodec, batch: AttentionBatch, group: int) -> cpu.Plan:
+def _plan(codec: KVCodec, batch: AttentionBatch, group: int) -> Plan:
     shared = []
     spec, mode, stored = codec.spec, codec.config.shared_prefix, _stored(codec)
-    in_rows = cpu.extends_in_rows(stored.formats)
-    can = cpu.shares(stored.formats, *stored.dims)
-    if mode != "never" and can and group <= cpu.MAX_DECODE_GROUP:
+    in_rows = extends_in_rows(stored.k, stored.v)
+    can = shares(stored.k, stored.v)
+    if mode != "never" and can and group <= MAX_DECODE_GROUP:
         shared = _shared_splits(batch, codec.config.page_size, in_rows)
     if shared and mode == "auto":
         cost = costs.sharing_cost(_cost_key(codec, group), lambda: _measure(codec, group))
         shared = _worthwhile(shared, batch, cost, spec.num_kv_heads)
-    return cpu.make_plan(
+    return make_plan(
         *batch.host_lens,
         group,
         in_rows=in_rows,
@@ -130,13 +146,13 @@ def _shared_splits(batch: AttentionBatch, page_size: int, chunks: bool) -> _Spli
     shared: _Splits = []
     ends = np.zeros(len(query_lens), np.int64)
     for run in batch.runs:
-        start, stop = run.start * page_size // cpu.SPLIT, run.stop * page_size // cpu.SPLIT
+        start, stop = run.start * page_size // SPLIT, run.stop * page_size // SPLIT
         seqs = run.seqs if chunks else run.seqs[query_lens[run.seqs] == 1]
         if stop > start and len(seqs) > 1:
             shared.append((seqs, start, stop))
             ends[seqs] = stop
     for seq in np.flatnonzero(query_lens > 1).tolist() if chunks else ():
-        after = -(-batch.host_lens[0][seq] // cpu.SPLIT)
+        after = -(-batch.host_lens[0][seq] // SPLIT)
         shared.append((np.array([seq]), int(ends[seq]), after))
     return shared
 
@@ -159,7 +175,7 @@ def _worthwhile(
 def _cost_key(codec: KVCodec, group: int) -> str:
     spec, config = codec.spec, codec.config
     return (
-        f"cpu {cpu.processor()} {compile_cache.build()}: K {codec.k_format.name} {spec.head_dim}, "
+        f"cpu {processor()} {compile_cache.build()}: K {codec.k_format.name} {spec.head_dim}, "
         f"V {codec.v_format.name} {spec.v_head_dim}, {group} heads, pages of {config.page_size}, "
         f"rotated {codec.rotate_k:d}{codec.rotate_v:d}"
     )
@@ -170,7 +186,7 @@ def _measure(codec: KVCodec, group: int) -> costs.SharingCost:
     stored = _stored(codec)
     # So many heads that the pages do not stay in the nearest cache from query to query.
     num_heads, num_splits, page_size = 8, 2, codec.config.page_size
-    pages_a_split = cpu.SPLIT // page_size
+    pages_a_split = SPLIT // page_size
     queries, rounds = (2, 16), 3
 
     def pages(form: KVFormat) -> tuple[Tensor, Tensor]:
@@ -183,15 +199,15 @@ def _measure(codec: KVCodec, group: int) -> costs.SharingCost:
     table = torch.arange(len(k_pages), dtype=torch.int32).repeat(max(queries), 1)
 
     def step(num_seqs: int, splits: int, share: bool, num_threads: int) -> Callable[[], object]:
-        seq_lens = [splits * cpu.SPLIT + 1] * num_seqs
+        seq_lens = [splits * SPLIT + 1] * num_seqs
         starts = list(range(num_seqs + 1))
         shared = [(np.arange(num_seqs), 0, splits)] if share else []
         # As with many heads, whose splits are not cut further to give every thread some work.
-        plan = cpu.make_plan(
+        plan = make_plan(
             seq_lens,
             starts,
             group,
-            in_rows=cpu.extends_in_rows(stored.formats),
+            in_rows=extends_in_rows(stored.k, stored.v),
             shared=shared,
             num_kv_heads=1 << 10,
         )
@@ -200,9 +216,9 @@ def _measure(codec: KVCodec, group: int) -> costs.SharingCost:
             torch.tensor(seq_lens, dtype=torch.int32),
             torch.tensor(starts, dtype=torch.int32),
         )
-        call = cpu.Step(plan, *stored[:2], num_heads * group, num_heads, stored.rotate, *tables)
-        q = torch.ones(num_seqs, num_heads * group, stored.dims[0], dtype=torch.float32)
-        return partial(call.attend, _places(layer), q, softmax_scale=1.0, num_threads=num_threads)
+        call = Step(plan, stored.k, stored.v, num_heads * group, num_heads, stored.rotate, *tables)
+        q = torch.ones(num_seqs, num_heads * group, stored.k.head_dim, dtype=torch.float32)
+        return partial(call.attend, _places(layer), q, Rule(1.0), num_threads=num_threads)
 
     def least(calls: list[Callable[[], object]], clock: Callable[[], float]) -> list[float]:
         taken = np.empty((rounds + 1, len(calls)))  # the first round is for the caches
@@ -226,12 +242,12 @@ def _measure(codec: KVCodec, group: int) -> costs.SharingCost:
     )
 
 
-def _step(codec: KVCodec, batch: AttentionBatch, num_q_heads: int, head_dim: int) -> cpu.Step:
+def _step(codec: KVCodec, batch: AttentionBatch, num_q_heads: int, head_dim: int) -> Step:
     stored, num_kv_heads = _stored(codec), codec.spec.num_kv_heads
-    return cpu.Step(
+    return Step(
         _plan(codec, batch, max(1, num_q_heads // num_kv_heads)),
-        stored.formats,
-        (head_dim, stored.dims[1]),
+        stored.k._replace(head_dim=head_dim),
+        stored.v,
         num_q_heads,
         num_kv_heads,
         stored.rotate,
@@ -254,7 +270,7 @@ def paged_attention(
     out: Tensor = _step_of(codec, batch, q).attend(
         _places(layer),
         _rows(q),
-        *_terms(rule, q),
+        _terms(rule, q),
     )
     return out if out.dtype is q.dtype else out.to(q.dtype)
 
@@ -271,26 +287,23 @@ def prepare(
         what writes and attends to one layer's pages, on this thread: called with its pages,
         its index, its ``k_center`` (float32) and its rule.
     """
-    formats, _, rotate = _stored(codec)
+    k_form, v_form, rotate = _stored(codec)
     slots = _packed("slot_mapping", batch.slot_mapping, torch.int64)
-    write = cpu.Write(formats, slots, k, v, rotate=rotate).run
-    attend = cpu.AttentionCall(_step_of(codec, batch, q), q, out).run
+    write = Write(k_form, v_form, slots, k, v, rotate=rotate).run
+    attend = AttentionCall(_step_of(codec, batch, q), q, out).run
 
     def run(layer: LayerPages, layer_idx: int, k_center: Tensor | None, rule: ScoreRule) -> None:
         places = _places(layer)
         if not write(places, k_center):
             reference.write_kv(codec, layer, slots, k, v, layer_idx=layer_idx, k_center=k_center)
-        attend(places, *_terms(rule, q))
+        attend(places, _terms(rule, q))
 
     return run
 
 
-_Terms = tuple[float, int, float, Tensor | None, Tensor | None]
-
-
-def _terms(rule: ScoreRule, q: Tensor) -> _Terms:
+def _terms(rule: ScoreRule, q: Tensor) -> Rule:
     """A rule in the kernels' words, once it is known to fit the heads of q."""
-    known: tuple[int, _Terms] | None = rule.__dict__.get("_cpu_terms")
+    known: tuple[int, Rule] | None = rule.__dict__.get("_cpu_terms")
     if known is not None and known[0] == q.shape[1]:
         return known[1]
     rule.require_heads(q.shape[1], q.device)
@@ -298,7 +311,7 @@ def _terms(rule: ScoreRule, q: Tensor) -> _Terms:
         None if one is None else one.detach().float().contiguous()
         for one in (rule.sinks, rule.alibi_slopes)
     )
-    terms = (rule.softmax_scale, rule.sliding_window or 0, rule.softcap or 0.0, sinks, slopes)
+    terms = Rule(rule.softmax_scale, rule.sliding_window or 0, rule.softcap or 0.0, sinks, slopes)
     if all(
         mine is None or mine.data_ptr() == own.data_ptr()  # a copy would not see later changes
         for mine, own in ((sinks, rule.sinks), (slopes, rule.alibi_slopes))
@@ -308,13 +321,13 @@ def _terms(rule: ScoreRule, q: Tensor) -> _Terms:
     return terms
 
 
-def _step_of(codec: KVCodec, batch: AttentionBatch, q: Tensor) -> cpu.Step:
+def _step_of(codec: KVCodec, batch: AttentionBatch, q: Tensor) -> Step:
     """What the layers of a step have in common; one batch serves them all."""
     _, num_q_heads, head_dim = q.shape
     steps = batch.__dict__.setdefault("_cpu_steps", {})
     key = (id(codec), num_q_heads, head_dim)
     if key not in steps:
         steps[key] = (codec, _step(codec, batch, num_q_heads, head_dim))
-    step: cpu.Step = steps[key][1]  # the codec is kept too: its id stays its own
+    step: Step = steps[key][1]  # the codec is kept too: its id stays its own
     batch.reads.tokens, batch.reads.tokens_alone = step.plan.tokens, step.plan.tokens_alone
     return step

@@ -4,7 +4,7 @@ A library's matrix product takes other kernels at 1 row than at 40, and these ad
 order. With quantized KV the difference in the last bit becomes a whole step between two codes
 now and then, which later layers amplify: a result would depend on what else is in the batch.
 The compiled kernel adds every row in one order, whatever their number, and reads the weights
-where the checkpoint put them (``radixkv_kernels.linear``).
+where the checkpoint put them (``radixkv_kernels.cpu.linear``).
 
 Activations are here too: torch computes the last elements of a tensor, and of each thread's
 part of it, by other code than the rest.
@@ -30,7 +30,7 @@ def linear_kernels() -> Any:
     """The compiled kernels' module; None where Numba or the kernels are not installed."""
     if not all(map(importlib.util.find_spec, _NEEDS)):
         return None
-    from radixkv_kernels import linear  # here, because it loads Numba
+    from radixkv_kernels.cpu import linear  # here, because it loads Numba
 
     return linear
 

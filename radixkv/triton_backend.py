@@ -32,7 +32,12 @@ from radixkv.quant import (
 )
 from radixkv.reference import AttentionBatch, ScoreRule, non_finite
 from radixkv.tiles import Tile, find_tile
-from radixkv_kernels import gpu
+from radixkv_kernels.gpu.attention import extend_kernel, split_kernel
+from radixkv_kernels.gpu.copy import copy_kernel
+from radixkv_kernels.gpu.merge import merge_kernel
+from radixkv_kernels.gpu.numbers import FP8, FP8_E5M2, INT4, INT8, MODEL
+from radixkv_kernels.gpu.rotate import rotate_kernel
+from radixkv_kernels.gpu.write import FAULT_KINDS, write_kernel
 
 SPLIT = 512
 """Tokens of a split: a power of two, the same for every batch, so that results are too."""
@@ -47,17 +52,17 @@ EXTEND_REGISTERS = 255
 """That a thread of extend may take on CUDA: by itself ptxas spills some to stay below 168."""
 
 MAX_HEAD_DIM = 256
-INTERPRETED = not isinstance(gpu.write_kernel, triton.runtime.JITFunction)
+INTERPRETED = not isinstance(write_kernel, triton.runtime.JITFunction)
 
 runs: Counter[str] = Counter()
 """How often each kernel was launched in this process; tests assert which path ran."""
 
 _FORMATS = {
-    "int8": gpu.INT8.value,
-    "fp8": gpu.FP8.value,
-    "fp8_e5m2": gpu.FP8_E5M2.value,
-    "int4": gpu.INT4.value,
-    "model": gpu.MODEL.value,
+    "int8": INT8.value,
+    "fp8": FP8.value,
+    "fp8_e5m2": FP8_E5M2.value,
+    "int4": INT4.value,
+    "model": MODEL.value,
 }
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 # The interpreter pays for programs, whatever their size.
@@ -227,7 +232,7 @@ def _faults(codec: KVCodec, device: torch.device) -> Tensor:
     """What this cache's writes noted: [num_layers, FAULT_KINDS, num_kv_heads] int32."""
     known: dict[torch.device, Tensor] = codec.__dict__.setdefault("_triton_faults", {})
     if device not in known:
-        shape = (codec.spec.num_layers, gpu.FAULT_KINDS, codec.spec.num_kv_heads)
+        shape = (codec.spec.num_layers, FAULT_KINDS, codec.spec.num_kv_heads)
         with torch.inference_mode(False):  # `settle` clears it outside of that mode
             known[device] = torch.zeros(shape, dtype=torch.int32, device=device)
     return known[device]
@@ -285,7 +290,7 @@ def write_kv(
     num_pages, _, page_size, _ = layer.k_pages.shape
     grid = (triton.cdiv(num_tokens, _WRITE_TOKENS), num_kv_heads)
     with _on(k.device):
-        gpu.write_kernel[grid](
+        write_kernel[grid](
             k,
             v,
             slot_mapping,
@@ -311,7 +316,7 @@ def rotate_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty(rows.shape, dtype=dtype, device=rows.device)
     num_rows = num_tokens * num_heads
     with _on(rows.device):
-        gpu.rotate_kernel[(triton.cdiv(num_rows, _WRITE_TOKENS),)](
+        rotate_kernel[(triton.cdiv(num_rows, _WRITE_TOKENS),)](
             rows,
             out,
             num_rows,
@@ -373,7 +378,7 @@ def _split(
     out = torch.empty(out_shape, dtype=torch.float32, device=q.device)
     lse = torch.empty(out_shape[:2], dtype=torch.float32, device=q.device)
     with _on(q.device):
-        gpu.split_kernel[(num_tiles, codec.spec.num_kv_heads * head_blocks, num_splits)](
+        split_kernel[(num_tiles, codec.spec.num_kv_heads * head_blocks, num_splits)](
             q,
             out,
             lse,
@@ -478,7 +483,7 @@ def _merge(
 ) -> None:
     like, num_q_heads = parts[1], out.shape[1]
     with _on(out.device):
-        gpu.merge_kernel[(num_rows, triton.cdiv(num_q_heads, _MERGE_HEADS))](
+        merge_kernel[(num_rows, triton.cdiv(num_q_heads, _MERGE_HEADS))](
             *parts,
             like if table is None else table,
             out,
@@ -720,7 +725,7 @@ def _extend(
             parts_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
             parts = parts_lse.new_empty(*shape, head_dim), parts_lse
         with _on(q.device):
-            gpu.extend_kernel[(stop - first, programs, num_splits)](
+            extend_kernel[(stop - first, programs, num_splits)](
                 q,
                 *parts,
                 _read(codec.k_format, layer.k_pages),
@@ -843,7 +848,7 @@ def copy_pages(codec: KVCodec, pages: LayerPages, copies: Sequence[tuple[int, in
     raw = [t.view(torch.uint8) if t.numel() else pages.k_pages.view(torch.uint8) for t in pages]
     table = torch.tensor(copies, dtype=torch.int32).to(device, non_blocking=True)
     with _on(device):
-        gpu.copy_kernel[(len(copies), num_layers, num_kv_heads)](
+        copy_kernel[(len(copies), num_layers, num_kv_heads)](
             *raw,
             table,
             num_pages,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
@@ -22,7 +23,7 @@ SIGNATURE = types.void(types.CPointer(types.int64))
 GATE = """
 import numpy as np
 from numba import types
-from radixkv_kernels import linear
+from radixkv_kernels.cpu import linear
 from radixkv_kernels.compile_cache import compile_callback
 
 def gate(x, up):
@@ -87,10 +88,11 @@ def test_a_kernel_is_compiled_anew_when_a_helper_in_another_file_changes(kernels
     first = run(kernels, GATE)
     assert first.startswith("0 ")
     assert run(kernels, GATE) == first.replace("0 ", "1 ", 1)
-    source = (kernels / "cpu.py").read_text()
+    file = kernels / "cpu" / "simd.py"
+    source = file.read_text()
     changed = source.replace("_EXP_TERMS = (0.49999994,", "_EXP_TERMS = (0.75,")
     assert changed != source
-    (kernels / "cpu.py").write_text(changed)
+    file.write_text(changed)
     second = run(kernels, GATE)
     assert second.startswith("0 ")
     assert second[2:] != first[2:]
@@ -125,6 +127,31 @@ def squares(*added: int) -> tuple[int, list[int]]:
         values.append(int(number[0]))
         hits += kernel.cache_hits
     return hits, values
+
+
+def test_what_a_helper_closes_over_names_the_kernels_that_it_is_part_of(places):
+    def raised(k: int) -> tuple[int, int]:
+        add = compile_cache.compile_helper(lambda number: number + k)
+
+        def raise_it(pointer):
+            pointer[0] = add(pointer[0])
+
+        kernel, number = compile_cache.compile_callback(SIGNATURE)(raise_it), np.array([5])
+        kernel.ctypes(number.ctypes.data_as(kernel.ctypes.argtypes[0]))
+        return kernel.cache_hits, int(number[0])
+
+    assert [raised(k) for k in (1, 2, 1, 2)] == [(0, 6), (0, 7), (1, 6), (1, 7)]
+
+
+def test_a_compiler_leaves_the_garbage_collector_as_it_was(places):
+    was_enabled = gc.isenabled()
+    try:
+        for enabled in (True, False):
+            (gc.enable if enabled else gc.disable)()
+            squares(100 + enabled)
+            assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
 
 
 def kept(folder: Path) -> list[Path]:

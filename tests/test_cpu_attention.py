@@ -19,7 +19,7 @@ from radixkv.config import KVConfig
 from radixkv.cpu_backend import paged_attention, write_kv
 from radixkv.quant import KVCodec, KVFormat, KVSpec, LayerPages, hadamard
 from radixkv.reference import AttentionBatch, ScoreRule
-from radixkv_kernels import cpu
+from radixkv_kernels.cpu import formats, launch, plan, simd, vectors
 
 FORMATS = ("int8", "fp8", "fp8_e5m2", "int4", "model")
 UNIT = 2.0**-24  # largest relative error of one float32 operation
@@ -147,7 +147,7 @@ class Case:
             if v_codes:
                 eye = torch.eye(seq_len, dtype=torch.float64).expand(k.shape[0], -1, -1)
                 weights = reference.attend_dense(turned.transpose(0, 1), k, eye, self.rule)
-                for split in weights.split(cpu.SPLIT, dim=-1):
+                for split in weights.split(plan.SPLIT, dim=-1):
                     weight_error += split.shape[-1] * split.amax(-1).max() / 65534
                 # An int8 code is worth max|v| at most, an int4 code the span of its group.
                 weight_error *= (1.01 if v_codes == "int8" else 2.1) * v.abs().max()
@@ -162,8 +162,9 @@ class Case:
 
 
 def in_integers(form: KVFormat) -> str | None:
-    fmt = {"int8": cpu.INT8, "int4": cpu.INT4}.get(form.name)
-    return form.name if fmt is not None and cpu.in_pairs(fmt, form.head_dim) else None
+    fmt = {"int8": formats.INT8, "int4": formats.INT4}.get(form.name)
+    is_so = fmt is not None and formats.RowFormat(fmt, form.head_dim).in_pairs
+    return form.name if is_so else None
 
 
 def extend_path(case: Case) -> str:
@@ -172,10 +173,12 @@ def extend_path(case: Case) -> str:
 
 
 def paths(case: Case) -> dict[str, int]:
-    before = cpu.runs.copy()
+    before = launch.runs.copy()
     case.check()
     return {
-        name: cpu.runs[name] - before[name] for name in cpu.runs if cpu.runs[name] != before[name]
+        name: launch.runs[name] - before[name]
+        for name in launch.runs
+        if launch.runs[name] != before[name]
     }
 
 
@@ -371,9 +374,9 @@ def test_the_exponential_is_right_to_two_units_in_the_last_place():
 
     @numba.njit
     def run(address, num_vectors):
-        return cpu._exponentiate(address, np.float32(0.0), num_vectors)
+        return vectors.exponentiate(address, np.float32(0.0), num_vectors)
 
-    run(got.data_ptr(), x.numel() // cpu.LANES)
+    run(got.data_ptr(), x.numel() // simd.LANES)
     want, normal = x.double().exp(), x >= -87
     unit = 2.0 ** (want.log2().floor() - 23)
     assert float(((got - want).abs() / unit)[normal].max()) < 2
@@ -418,7 +421,7 @@ def test_a_page_that_does_not_exist_is_refused(query_len, page_id):
 
 
 def test_sizes_that_are_not_supported_are_named_before_anything_runs():
-    before = cpu.runs.copy()
+    before = launch.runs.copy()
     case = Case(group=1, num_kv_heads=1)
     case.q = torch.randn(1, 1, 1040)
     with pytest.raises(ValueError, match="head_dim: expected 1 to 1024, got 1040"):
@@ -432,7 +435,7 @@ def test_sizes_that_are_not_supported_are_named_before_anything_runs():
     case = Case(seq_lens=(2,), query_lens=(2,))
     with pytest.raises(ValueError, match="seq_lens: expected at least the 2 new tokens"):
         case.run(batch=case.make_batch((1,), (2,)))
-    assert cpu.runs == before
+    assert launch.runs == before
 
 
 def test_callers_on_several_threads_do_not_disturb_one_another():
@@ -455,7 +458,7 @@ def test_callers_on_several_threads_do_not_disturb_one_another():
 def test_the_executor_without_openmp_gives_the_same(monkeypatch):
     case = Case(seq_lens=(700, 60), query_lens=(1, 30))
     want = case.run()
-    monkeypatch.setattr(cpu, "_fork", lambda: None)
+    monkeypatch.setattr(launch, "_fork", lambda: None)
     torch.set_num_threads(3)
     assert torch.equal(case.run(), want)
 

@@ -11,7 +11,7 @@ from radixkv import cpu_backend, reference
 from radixkv.config import KVConfig
 from radixkv.errors import NonFiniteError
 from radixkv.quant import KVCodec, KVFormat, KVSpec, LayerPages
-from radixkv_kernels import cpu
+from radixkv_kernels.cpu import launch
 
 QUANTIZED = ("int8", "fp8", "fp8_e5m2", "int4")
 NUM_PAGES = 5
@@ -47,10 +47,10 @@ def assert_same_bytes(one: LayerPages, other: LayerPages) -> None:
 
 def write_both(codec: KVCodec, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
     expected, got = poisoned(codec), poisoned(codec)
-    before = cpu.runs["write"]
+    before = launch.runs["write"]
     reference.write_kv(codec, expected, slots, k, v, layer_idx=0)
     cpu_backend.write_kv(codec, got, slots, k, v, layer_idx=0)
-    assert cpu.runs["write"] == before + 1
+    assert launch.runs["write"] == before + 1
     return expected, got
 
 

@@ -21,7 +21,7 @@ from radixkv.engine import Engine
 from radixkv.groups import PageTables, SharedRun, find_runs
 from radixkv.quant import KVCodec, KVSpec, hadamard
 from radixkv.reference import KVReads, ScoreRule
-from radixkv_kernels import cpu
+from radixkv_kernels.cpu import launch, plan
 
 
 def random_forest(rng: np.random.Generator, num_seqs: int, depth: int, fan_out: int):
@@ -292,11 +292,11 @@ THREE_LEVELS = (1030, *[(530, *leaves(3)), (700, *leaves(2, 20)), (9, *leaves(2)
 @pytest.mark.parametrize("query_len", [1, 3, 40])
 def test_shared_splits_change_no_bit(dtype, query_len) -> None:
     forest = Forest(THREE_LEVELS, dtype=dtype, query_len=query_len, page_size=16)
-    before = cpu.runs["shared"]
+    before = launch.runs["shared"]
     alone, reads_alone = forest.attend("never")
-    assert cpu.runs["shared"] == before
+    assert launch.runs["shared"] == before
     shared, reads = forest.attend("always")
-    assert cpu.runs["shared"] > before
+    assert launch.runs["shared"] > before
     assert torch.equal(alone, shared)
     assert reads.tokens < reads_alone.tokens == reads.tokens_alone
 
@@ -345,7 +345,7 @@ def test_shared_splits_change_no_bit_for_odd_sizes(
     alone, _ = forest.attend("never")
     shared, reads = forest.attend("always")
     assert torch.equal(alone, shared)
-    assert reads.tokens == reads.tokens_alone - 4 * 2 * cpu.SPLIT
+    assert reads.tokens == reads.tokens_alone - 4 * 2 * plan.SPLIT
 
 
 @pytest.mark.parametrize(
@@ -361,11 +361,11 @@ def test_shared_splits_change_no_bit_for_odd_sizes(
 @pytest.mark.parametrize("dtype", ["fp8", "model"])
 def test_shared_splits_of_float_formats_equal_unshared_ones_to_float_rounding(dtype, rule) -> None:
     forest = Forest((1030, *[(530, *leaves(3)), (700, *leaves(70))]), dtype=dtype)
-    before = cpu.runs["shared"]
+    before = launch.runs["shared"]
     alone, _ = forest.attend("never", **rule)
-    assert cpu.runs["shared"] == before
+    assert launch.runs["shared"] == before
     shared, reads = forest.attend("always", **rule)
-    assert cpu.runs["shared"] > before
+    assert launch.runs["shared"] > before
     assert torch.allclose(alone, shared, rtol=0, atol=2e-6)
     assert reads.tokens < 0.5 * reads.tokens_alone
 
@@ -387,9 +387,9 @@ def test_a_chunk_shares_the_splits_in_which_it_stands(dtype, rule, context, new,
     for scale in (k_scale, v_scale):
         scale.transpose(1, 2)[~filled.view(-1, page_size)] = float("nan")
     alone, reads_alone = forest.attend("never", **rule)
-    before = cpu.runs["shared"]
+    before = launch.runs["shared"]
     shared, reads = forest.attend("always", **rule)
-    assert cpu.runs["shared"] > before
+    assert launch.runs["shared"] > before
     assert alone.isfinite().all()
     assert torch.equal(alone, shared)
     assert reads.tokens < reads_alone.tokens
@@ -466,18 +466,18 @@ def test_random_forests_equal_float64_and_what_is_not_shared(
 @pytest.mark.parametrize("mode", ["never", "always"])
 def test_tiles_really_read_are_those_that_are_counted(query_len, mode) -> None:
     forest = Forest((1600, *leaves(6)), query_len=query_len)
-    before = cpu.tokens_read.total()
+    before = launch.tokens_read.total()
     _, reads = forest.attend(mode)
-    assert cpu.tokens_read.total() - before == forest.cache.spec.num_kv_heads * reads.tokens
+    assert launch.tokens_read.total() - before == forest.cache.spec.num_kv_heads * reads.tokens
 
 
 def test_kv_bytes_grow_with_unique_pages_not_with_sequences() -> None:
     def reads(num_seqs: int) -> int:
         tails = [(32,) for _ in range(num_seqs)]
         forest = Forest((4096, *tails), capacity="8MiB")
-        before = cpu.tokens_read.total()
+        before = launch.tokens_read.total()
         _, counted = forest.attend("always")
-        read = cpu.tokens_read.total() - before
+        read = launch.tokens_read.total() - before
         assert read == counted.tokens * forest.cache.spec.num_kv_heads
         return read
 
@@ -490,7 +490,7 @@ def test_attend_batch_reads_shared_pages_once_by_itself() -> None:
     for mode, expected in (("always", 1), ("never", 0)):
         torch.manual_seed(0)
         cache = PrefixCache(spec, KVConfig(capacity="2MiB", shared_prefix=mode), device="cpu")
-        before = cpu.runs["shared"]
+        before = launch.runs["shared"]
         with cache.acquire(range(1, 1101)) as first:
             first.write(0, torch.randn(1100, 2, 32), torch.randn(1100, 2, 32))
             with first.fork() as second:
@@ -499,7 +499,7 @@ def test_attend_batch_reads_shared_pages_once_by_itself() -> None:
                     lease.write(0, torch.randn(1, 2, 32), torch.randn(1, 2, 32))
                 q = torch.randn(2, 4, 32)
                 outs.append(cache.attend_batch(0, q, [first, second]))
-        assert cpu.runs["shared"] == before + expected
+        assert launch.runs["shared"] == before + expected
     assert torch.equal(*outs)
 
 
@@ -578,9 +578,9 @@ def test_runs_are_shared_where_it_pays(no_costs, monkeypatch, saved_s, expected)
     cost = costs.SharingCost(saved_s, 0.0, 0.0)
     monkeypatch.setattr(costs, "sharing_cost", lambda key, measure: cost)
     forest = Forest((600, *leaves(3)))
-    before = cpu.runs["shared"]
+    before = launch.runs["shared"]
     forest.attend("auto")
-    assert cpu.runs["shared"] == before + expected
+    assert launch.runs["shared"] == before + expected
 
 
 def test_the_measurement_finds_a_gain_for_many_queries(no_costs) -> None:
@@ -640,9 +640,9 @@ def test_an_engine_gives_the_same_tokens_and_scores_with_shared_runs(long_model)
 def test_runs_with_a_gap_are_refused() -> None:
     parent, child = (np.arange(2), 0, 1), (np.array([1]), 1, 2)
     sizes = [1100, 1100], [0, 3, 6], 2
-    cpu.make_plan(*sizes, in_rows=True, shared=[parent, child])
+    plan.make_plan(*sizes, in_rows=True, shared=[parent, child])
     with pytest.raises(ValueError, match="without a gap"):
-        cpu.make_plan(*sizes, in_rows=True, shared=[child])
+        plan.make_plan(*sizes, in_rows=True, shared=[child])
 
 
 def test_a_run_is_shared_only_if_what_lies_before_it_is() -> None:

@@ -23,7 +23,7 @@ from radixkv import Engine, KVConfig
 from radixkv.hold import hold
 from radixkv.layers import FusedLayer
 from radixkv.linear import SteadyLinear
-from radixkv_kernels import linear as kernels
+from radixkv_kernels.cpu import linear as kernels
 
 FAMILIES = ("llama", "mistral-window", "qwen2", "qwen3")
 

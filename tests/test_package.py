@@ -149,6 +149,45 @@ IMPORT_ORDER = [
     "__main__",
 ]
 
+# Likewise in kernels/cpu and kernels/gpu.
+KERNEL_ORDER = {
+    "cpu": [
+        "simd",
+        "memory",
+        "formats",
+        "rows",
+        "encode",
+        "vectors",
+        "walk",
+        "floats",
+        "pairs",
+        "plan",
+        "panels",
+        "partials",
+        "scores",
+        "gather",
+        "records",
+        "launch",
+        "write",
+        "decode",
+        "shared",
+        "extend",
+        "attention",
+        "linear",
+    ],
+    "gpu": ["numbers", "rows", "tiles", "write", "rotate", "attention", "merge", "copy"],
+}
+# Triton takes a kernel's parameters as one flat list (kernels/gpu/README.md).
+MANY_PARAMETERS = {
+    "gpu/attention._attend",
+    "gpu/attention.extend_kernel",
+    "gpu/attention.split_kernel",
+    "gpu/copy.copy_kernel",
+    "gpu/merge.merge_kernel",
+    "gpu/write._write_rows",
+    "gpu/write.write_kernel",
+}
+
 # Distributions whose import name is another one.
 IMPORT_NAMES = {
     "langchain-core": "langchain_core",
@@ -325,6 +364,39 @@ def test_transformers_does_not_take_our_folder_for_the_package_kernels():
 
 # Every way to install: none may need the source folder as the current one.
 
+
+def test_files_of_kernels_import_one_way_and_nothing_of_radixkv():
+    for folder, order in KERNEL_ORDER.items():
+        modules = modules_of(ROOT / "kernels" / folder)
+        assert set(modules) == {"__init__", *order}
+        for name, tree in modules.items():
+            imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+            sources = [str(node.module) for node in imports]
+            assert not [module for module in sources if module.split(".")[0] == "radixkv"]
+            ours = f"radixkv_kernels.{folder}"
+            found = {module.removeprefix(ours + ".") for module in sources if ours + "." in module}
+            found |= {a.name for n in imports if n.module == ours for a in n.names}
+            allowed = [] if name == "__init__" else order[: order.index(name)]
+            assert found <= set(allowed), f"kernels/{folder}/{name}.py"
+
+
+def test_kernels_are_short_functions_in_short_files_and_each_folder_says_what_it_holds():
+    kernels, long_lists = ROOT / "kernels", set()
+    for folder in (kernels, *(kernels / name for name in KERNEL_ORDER)):
+        assert (folder / "README.md").is_file()
+    for file in kernels.rglob("*.py"):
+        text = file.read_text(encoding="utf-8")
+        assert text.count("\n") <= 900, file
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                name = f"{file.relative_to(kernels).with_suffix('').as_posix()}.{node.name}"
+                assert node.end_lineno - node.lineno < 120, name
+                names = node.args
+                if len(names.posonlyargs + names.args + names.kwonlyargs) > 12:
+                    long_lists.add(name)
+    assert long_lists == MANY_PARAMETERS
+
+
 PROBE = "def answer():\n    return 42\n"
 
 
@@ -374,11 +446,11 @@ def test_a_wheel_holds_the_typed_package_and_the_kernels_under_their_own_name(so
     expected = {
         str(path.relative_to(source)).replace("kernels/", "radixkv_kernels/")
         for folder in ("radixkv", "kernels")
-        for path in (source / folder).iterdir()
-        if path.suffix in (".py", ".typed", ".md")
+        for path in (source / folder).rglob("*")
+        if path.suffix in (".py", ".typed", ".md") and path.name != "README.md"
     }
     assert "radixkv/py.typed" in expected
-    assert "radixkv_kernels/probe.py" in expected
+    assert {"radixkv_kernels/probe.py", "radixkv_kernels/cpu/decode.py"} <= expected
     assert listings == [expected, expected]
 
 

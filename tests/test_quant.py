@@ -17,7 +17,7 @@ from radixkv.model import ModelRunner
 from radixkv.quality import measure_quality
 from radixkv.quant import INT4_SEARCH, Int4Format, KVCodec, KVFormat, int4_group_size, make_format
 from radixkv.reference import read_rows
-from radixkv_kernels import cpu
+from radixkv_kernels.cpu import formats
 
 QUANTIZED = ("int8", "fp8", "fp8_e5m2", "int4")
 HEAD_DIMS = (64, 80, 96, 112, 128, 256)
@@ -97,8 +97,8 @@ def test_hard_rows_have_finite_scales_and_exact_zeros(name):
 def test_int4_groups_are_the_largest_even_divisor_up_to_32():
     for head_dim in range(2, 1025, 2):
         size = max(n for n in range(2, 33, 2) if head_dim % n == 0)
-        assert int4_group_size(head_dim) == size == cpu.int4_group_size(head_dim)
-    assert INT4_SEARCH == cpu.INT4_SEARCH
+        assert int4_group_size(head_dim) == size == formats.int4_group_size(head_dim)
+    assert INT4_SEARCH == formats.INT4_SEARCH
 
 
 @settings(max_examples=100)

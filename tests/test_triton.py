@@ -58,7 +58,7 @@ def test_without_a_gpu_the_backend_says_how_to_have_it():
         "try:\n    get_backend('triton', torch.device('cpu'))\n"
         "except ValueError as error:\n    print(error)\n"
         "import sys\nassert 'triton' not in sys.modules\n"
-        "import radixkv_kernels.gpu, os\nos.environ['TRITON_INTERPRET'] = '1'\n"
+        "import radixkv_kernels.gpu.write, os\nos.environ['TRITON_INTERPRET'] = '1'\n"
         "try:\n    get_backend('triton', torch.device('cpu'))\n"
         "except ValueError as error:\n    print(error)\n"
     )

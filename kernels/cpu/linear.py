@@ -24,13 +24,15 @@ from typing import Any
 import numba
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from radixkv_kernels import cpu
-from radixkv_kernels.compile_cache import compile_callback
-from radixkv_kernels.cpu import LANES, _fetch_add
+from radixkv_kernels.compile_cache import compile_callback, compile_helper
+from radixkv_kernels.cpu import simd
+from radixkv_kernels.cpu.launch import kernel_address, run_kernel
+from radixkv_kernels.cpu.memory import fetch_add
+from radixkv_kernels.cpu.simd import LANES
 
 _I1, _I32, _I64, _F32 = ir.IntType(1), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _F64 = ir.DoubleType()
@@ -64,7 +66,8 @@ _FIELDS = ("kind", "first_task", "needs", "num_tasks", "step", "num_rows", "num_
            "num_inputs", "x", "x_row", "weight", "bias", "out", "out_row", "more", "more_row",
            "weight2", "bias2", "out2")  # fmt: skip
 _OP = np.dtype([(name, "i8") for name in _FIELDS] + [("eps", "f8")])
-_WORDS = len(_FIELDS) + 1
+_NAMES = (*_FIELDS, "eps")
+_WORDS = len(_NAMES)
 _MAX_OPS = 15
 _MAX_WORDS = _WORDS * (_MAX_OPS + 1)
 _HEAD_NUM_OPS, _HEAD_COUNTERS = _FIELDS.index("num_rows"), _FIELDS.index("x")
@@ -79,7 +82,7 @@ def _at(b: Any, address: Any, index: Any, size: Any) -> Any:
     """The pointer ``index`` times ``size`` bytes behind an address."""
     size = _number(size) if isinstance(size, int) else size
     index = _number(index) if isinstance(index, int) else index
-    return cpu._pointer(b, b.add(address, b.mul(index, size)))
+    return simd.pointer(b, b.add(address, b.mul(index, size)))
 
 
 # -- intrinsics ----------------------------------------------------------------------------------
@@ -100,7 +103,7 @@ def _wait_for(typingctx: Any, counter: Any, number: Any):
         b.position_at_end(wait)
         tried = b.add(b.load(spins), _number(1))
         b.store(tried, spins)
-        if cpu._CPU.get("sse2"):
+        if simd.CPU.get("sse2"):
             kind = ir.FunctionType(ir.VoidType(), [])
             b.call(cgutils.get_or_insert_function(b.module, kind, "llvm.x86.sse2.pause"), [])
         if sys.platform != "win32":
@@ -117,11 +120,11 @@ def _wait_for(typingctx: Any, counter: Any, number: Any):
 def _tail(b: Any, pointer: Any, offset: Any, count: Any) -> Any:
     """The first ``count`` floats at ``pointer`` plus ``offset`` bytes; the other lanes are 0."""
     lanes = ir.Constant(ir.VectorType(_I32, LANES), list(range(LANES)))
-    mask = b.icmp_signed("<", lanes, cpu._splat(b, b.trunc(count, _I32)))
+    mask = b.icmp_signed("<", lanes, simd.splat(b, b.trunc(count, _I32)))
     place = b.bitcast(b.gep(pointer, [offset]), _VF.as_pointer())
     kind = ir.FunctionType(_VF, [_VF.as_pointer(), _I32, ir.VectorType(_I1, LANES), _VF])
     function = cgutils.get_or_insert_function(b.module, kind, f"llvm.masked.load.v{LANES}f32.p0")
-    return b.call(function, [place, ir.Constant(_I32, 4), mask, cpu._const(0.0)])
+    return b.call(function, [place, ir.Constant(_I32, 4), mask, simd.constant(0.0)])
 
 
 @intrinsic
@@ -161,7 +164,7 @@ def _multiply_block(
             cells = [(r, n) for r in range(rows) for n in range(outputs)]
             sums = {cell: cgutils.alloca_once(b, _VF) for cell in cells}
             for place in sums.values():
-                b.store(cpu._const(0.0), place)
+                b.store(simd.constant(0.0), place)
 
             def add(read: Callable[[Any], Any]) -> None:
                 factors = [read(x_rows[r]) for r in range(rows)]
@@ -169,7 +172,7 @@ def _multiply_block(
                     value = read(w_rows[n])
                     for r in range(rows):
                         place = sums[r, n]
-                        b.store(cpu._fma(b, factors[r], value, b.load(place)), place)
+                        b.store(simd.fma(b, factors[r], value, b.load(place)), place)
 
             if rows > 1:
                 # While these outputs' weights serve the rows, those of the next come from memory:
@@ -183,17 +186,17 @@ def _multiply_block(
             with cgutils.for_range(b, b.sdiv(num_whole, _number(_UNROLL))) as loop:
                 begin = b.mul(loop.index, _number(4 * LANES * _UNROLL))
                 if rows > 1:
-                    cpu._prefetch(b, following, begin)
+                    simd.prefetch(b, following, begin)
                     with b.if_then(are_few):
-                        cpu._prefetch(b, another, begin)
+                        simd.prefetch(b, another, begin)
                 for i in range(_UNROLL):
                     offset = b.add(begin, _number(4 * LANES * i))
-                    add(lambda pointer, offset=offset: cpu._load(b, pointer, offset, _VF))
+                    add(lambda pointer, offset=offset: simd.load(b, pointer, offset, _VF))
             rest = b.srem(num_whole, _number(_UNROLL))
             with cgutils.for_range(b, rest) as loop:
                 number = b.add(b.sub(num_whole, rest), loop.index)
                 offset = b.mul(number, _number(4 * LANES))
-                add(lambda pointer: cpu._load(b, pointer, offset, _VF))
+                add(lambda pointer: simd.load(b, pointer, offset, _VF))
             with b.if_then(has_tail):
                 end = b.mul(num_whole, _number(4 * LANES))
                 add(lambda pointer: _tail(b, pointer, end, num_left))
@@ -201,17 +204,17 @@ def _multiply_block(
             kind = ir.VectorType(_F32, outputs)
             for r in range(rows):
                 total = cgutils.alloca_once(b, kind)
-                folded = cpu._fold_each(b, [b.load(sums[r, n]) for n in range(outputs)], cpu._add)
-                b.store(cpu._narrow(b, folded, outputs), total)
+                folded = simd.fold_each(b, [b.load(sums[r, n]) for n in range(outputs)], simd.add)
+                b.store(simd.narrow(b, folded, outputs), total)
                 with b.if_then(has_bias):
-                    value = cpu._load(b, cpu._pointer(b, b.add(bias, column)), 0, kind)
+                    value = simd.load(b, simd.pointer(b, b.add(bias, column)), 0, kind)
                     b.store(b.fadd(b.load(total), value), total)
                 with b.if_then(has_more):
                     other = b.add(b.add(more, column), b.mul(more_row, b.add(row, _number(r))))
-                    value = cpu._load(b, cpu._pointer(b, other), 0, kind)
+                    value = simd.load(b, simd.pointer(b, other), 0, kind)
                     b.store(b.fadd(b.load(total), value), total)
                 target = b.add(b.add(out, column), b.mul(out_row, b.add(row, _number(r))))
-                cpu._store(b, b.load(total), cpu._pointer(b, target), 0)
+                simd.store(b, b.load(total), simd.pointer(b, target), 0)
 
         def cover(count: Any, sizes: tuple[int, ...], body: Callable[[Any, int], None]) -> None:
             """Call body(first, how many) for whole pieces of each size, the largest first."""
@@ -282,13 +285,13 @@ def _multiply_across(
 
         def read(address: Any, is_whole: bool) -> Any:
             if is_whole:
-                return cpu._load(b, cpu._pointer(b, address), 0, _VF)
+                return simd.load(b, simd.pointer(b, address), 0, _VF)
             load = cgutils.get_or_insert_function(b.module, load_kind, f"llvm.masked.load.{name}")
-            return b.call(load, [b.inttoptr(address, vectors_at), align, mask, cpu._const(0.0)])
+            return b.call(load, [b.inttoptr(address, vectors_at), align, mask, simd.constant(0.0)])
 
         def write(value: Any, address: Any, is_whole: bool) -> None:
             if is_whole:
-                cpu._store(b, value, cpu._pointer(b, address), 0)
+                simd.store(b, value, simd.pointer(b, address), 0)
                 return
             store = cgutils.get_or_insert_function(
                 b.module, store_kind, f"llvm.masked.store.{name}"
@@ -301,19 +304,19 @@ def _multiply_across(
             cells = [(r, v) for r in range(rows) for v in range(vectors)]
             sums = {cell: cgutils.alloca_once(b, _VF) for cell in cells}
             for place in sums.values():
-                b.store(cpu._const(0.0), place)
+                b.store(simd.constant(0.0), place)
             with cgutils.for_range(b, num_inputs) as loop:
                 line = b.add(weight, b.mul(loop.index, weight_row))
-                ahead = cpu._pointer(b, b.add(line, b.mul(weight_row, _number(_AHEAD))))
+                ahead = simd.pointer(b, b.add(line, b.mul(weight_row, _number(_AHEAD))))
                 for v in range(0, vectors, _UNROLL):
-                    cpu._prefetch(b, ahead, places[v])
+                    simd.prefetch(b, ahead, places[v])
                 offset = b.mul(loop.index, _number(4))
-                factors = [cpu._splat(b, cpu._load(b, one, offset, _F32)) for one in x_rows]
+                factors = [simd.splat(b, simd.load(b, one, offset, _F32)) for one in x_rows]
                 for v in range(vectors):
                     value = read(b.add(line, places[v]), is_whole)
                     for r in range(rows):
                         place = sums[r, v]
-                        b.store(cpu._fma(b, factors[r], value, b.load(place)), place)
+                        b.store(simd.fma(b, factors[r], value, b.load(place)), place)
             for r in range(rows):
                 begin = b.mul(out_row, b.add(row, _number(r)))
                 for v in range(vectors):
@@ -352,7 +355,7 @@ def _multiply_across(
 
 def _masked(b: Any, count: Any) -> Any:
     lanes = ir.Constant(ir.VectorType(_I32, LANES), list(range(LANES)))
-    return b.icmp_signed("<", lanes, cpu._splat(b, b.trunc(count, _I32)))
+    return b.icmp_signed("<", lanes, simd.splat(b, b.trunc(count, _I32)))
 
 
 def _elementwise(
@@ -366,9 +369,9 @@ def _elementwise(
     whole, left = b.sdiv(count, _number(LANES)), b.srem(count, _number(LANES))
     with cgutils.for_range(b, whole) as loop:
         offset = b.mul(loop.index, _number(4 * LANES))
-        values = compute(*[cpu._load(b, cpu._pointer(b, a), offset, _VF) for a in sources])
+        values = compute(*[simd.load(b, simd.pointer(b, a), offset, _VF) for a in sources])
         for address, value in zip(targets, values, strict=True):
-            cpu._store(b, value, cpu._pointer(b, address), offset)
+            simd.store(b, value, simd.pointer(b, address), offset)
     with b.if_then(b.icmp_signed("!=", left, _number(0))):
         mask, offset = _masked(b, left), b.mul(whole, _number(4 * LANES))
         align, pointer = ir.Constant(_I32, 4), _VF.as_pointer()
@@ -382,7 +385,9 @@ def _elementwise(
         def place(address: Any) -> Any:
             return b.inttoptr(b.add(address, offset), pointer)
 
-        values = compute(*[b.call(load, [place(a), align, mask, cpu._const(0.0)]) for a in sources])
+        values = compute(
+            *[b.call(load, [place(a), align, mask, simd.constant(0.0)]) for a in sources]
+        )
         for address, value in zip(targets, values, strict=True):
             b.call(store, [value, place(address), align, mask])
 
@@ -393,16 +398,16 @@ def _norm_row(typingctx: Any, count: Any, x: Any, weight: Any, eps: Any, out: An
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         count, x, weight, eps, out = args
-        total = cgutils.alloca_once_value(b, cpu._const(0.0))
+        total = cgutils.alloca_once_value(b, simd.constant(0.0))
 
         def square(value: Any) -> list[Any]:
-            b.store(cpu._fma(b, value, value, b.load(total)), total)
+            b.store(simd.fma(b, value, value, b.load(total)), total)
             return []
 
         _elementwise(b, count, [x], square)
-        mean = b.fdiv(cpu._fold(b, b.load(total), cpu._add), b.sitofp(count, _F32))
-        root = cpu._call(b, "sqrt", _F32, b.fadd(mean, b.fptrunc(eps, _F32)))
-        factor = cpu._splat(b, b.fdiv(ir.Constant(_F32, 1.0), root))
+        mean = b.fdiv(simd.fold(b, b.load(total), simd.add), b.sitofp(count, _F32))
+        root = simd.call(b, "sqrt", _F32, b.fadd(mean, b.fptrunc(eps, _F32)))
+        factor = simd.splat(b, b.fdiv(ir.Constant(_F32, 1.0), root))
         _elementwise(
             b, count, [x, weight], lambda value, w: [b.fmul(w, b.fmul(value, factor))], [out]
         )
@@ -442,8 +447,8 @@ def _gate_row(typingctx: Any, count: Any, gate: Any, up: Any):
         count, gate, up = args
 
         def compute(x: Any, y: Any) -> list[Any]:
-            small = cpu._exp(b, cpu._min(b, x, b.fneg(x)))
-            one, zero = cpu._const(1.0), cpu._const(0.0)
+            small = simd.exp(b, simd.minimum(b, x, b.fneg(x)))
+            one, zero = simd.constant(1.0), simd.constant(0.0)
             above = b.select(b.fcmp_ordered(">", x, zero), one, small)
             return [b.fmul(b.fmul(x, b.fdiv(above, b.fadd(one, small))), y)]
 
@@ -456,12 +461,12 @@ def _gate_row(typingctx: Any, count: Any, gate: Any, up: Any):
 # -- tasks ---------------------------------------------------------------------------------------
 
 
-@njit(error_model="numpy")
+@compile_helper
 def _offset(address, num_bytes):  # type: ignore[no-untyped-def]
     return address + num_bytes if address != 0 else 0
 
 
-@njit(error_model="numpy")
+@compile_helper
 def _product(op, first, num_outputs):  # type: ignore[no-untyped-def]
     """One task's outputs, for all rows; block by block, so that its rows stay in the cache."""
     line, place = 4 * op.num_inputs, 4 * first
@@ -484,7 +489,7 @@ def _product(op, first, num_outputs):  # type: ignore[no-untyped-def]
                 _gate_row(num_outputs, out + i * op.out_row, out2 + i * op.out_row)
 
 
-@njit(error_model="numpy")
+@compile_helper
 def _product_across(op, first, num_outputs):  # type: ignore[no-untyped-def]
     """One task's outputs, for all rows; by chunks of inputs, whose sums are added in order."""
     weight_row, place = 4 * op.num_outputs, 4 * first
@@ -507,7 +512,7 @@ def make_program() -> Any:
         ops = carray(pointer, num_ops + 1)
         number = 1
         while True:
-            task = _fetch_add(counters, 0)
+            task = fetch_add(counters, 0)
             while number <= num_ops and task >= ops[number].first_task + ops[number].num_tasks:
                 number += 1
             if number > num_ops:
@@ -536,7 +541,7 @@ def make_program() -> Any:
                                 op.num_inputs // 2, place, op.x + row * op.x_row,
                                 op.more + row * op.more_row,
                             )  # fmt: skip
-            _fetch_add(counters, 1)
+            fetch_add(counters, 1)
 
     return compile_callback(_SIGNATURE)(program)
 
@@ -579,20 +584,17 @@ class Program:
         """What is added from here on needs what was added before."""
         self._needs = self._num_tasks
 
-    def _add(
-        self, kind: int, size: int, step: int, num_outputs: int, num_inputs: int,
-        x: Address, x_row: int, weight: Address, bias: Address, out: Address, out_row: int,
-        more: Address = 0, more_row: int = 0, weight2: Address = 0, bias2: Address = 0,
-        out2: Address = 0, eps: int = 0,
-    ) -> None:  # fmt: skip
+    def _add(self, kind: int, size: int, step: int, **values: Address) -> None:
+        """Add an operation of ``size`` in tasks of ``step``; fields without a value are 0."""
         self._image = None
         num_tasks = -(-size // step)
         begin = len(self._words)
-        words = (
-            kind, self._num_tasks, self._needs, num_tasks, step, self.num_rows, num_outputs,
-            num_inputs, x, x_row, weight, bias, out, out_row, more, more_row, weight2, bias2,
-            out2, eps,
-        )  # fmt: skip
+        values |= {
+            "kind": kind, "first_task": self._num_tasks, "needs": self._needs,
+            "num_tasks": num_tasks, "step": step, "num_rows": self.num_rows,
+        }  # fmt: skip
+        words = [values.pop(name, 0) for name in _NAMES]
+        assert not values, values
         for number, word in enumerate(words, begin):
             if isinstance(word, tuple):
                 self._given.append((number, *word))
@@ -607,8 +609,9 @@ class Program:
     ) -> None:  # fmt: skip
         """PRODUCT; row lengths in bytes; weight is contiguous."""
         step = self._step(num_outputs, num_inputs)
-        self._add(PRODUCT, num_outputs, step, num_outputs, num_inputs, x, x_row, weight, bias,
-                  out, out_row, more, more_row)  # fmt: skip
+        self._add(PRODUCT, num_outputs, step, num_outputs=num_outputs, num_inputs=num_inputs,
+                  x=x, x_row=x_row, weight=weight, bias=bias, out=out, out_row=out_row,
+                  more=more, more_row=more_row)  # fmt: skip
 
     def across(
         self, num_outputs: int, num_inputs: int, x: Address, x_row: int, weight: Address,
@@ -618,8 +621,8 @@ class Program:
         self._work += num_outputs * num_inputs
         even = -(-num_outputs // self.num_threads)
         step = 4 * LANES * max(1, min(_MAX_TASK, even) // (4 * LANES))
-        self._add(ACROSS, num_outputs, step, num_outputs, num_inputs, x, x_row, weight, bias,
-                  out, out_row)  # fmt: skip
+        self._add(ACROSS, num_outputs, step, num_outputs=num_outputs, num_inputs=num_inputs,
+                  x=x, x_row=x_row, weight=weight, bias=bias, out=out, out_row=out_row)  # fmt: skip
 
     def gated(
         self, num_outputs: int, num_inputs: int, x: Address, x_row: int, weight: Address,
@@ -629,8 +632,9 @@ class Program:
         """GATED."""
         step = self._step(num_outputs, num_inputs)
         self._work += num_outputs * num_inputs
-        self._add(GATED, num_outputs, step, num_outputs, num_inputs, x, x_row, weight, bias,
-                  out, out_row, 0, 0, weight2, bias2, out2)  # fmt: skip
+        self._add(GATED, num_outputs, step, num_outputs=num_outputs, num_inputs=num_inputs,
+                  x=x, x_row=x_row, weight=weight, bias=bias, out=out, out_row=out_row,
+                  weight2=weight2, bias2=bias2, out2=out2)  # fmt: skip
 
     def _step(self, num_outputs: int, num_inputs: int) -> int:
         """Outputs of a task: as many as the cache holds, less where threads then end together."""
@@ -650,16 +654,17 @@ class Program:
         out_row: int,
     ) -> None:  # fmt: skip
         """NORM; ``eps`` as `bits_of` gives it."""
-        self._add(NORM, self.num_rows, _NORM_ROWS, size, size, x, x_row, weight, 0, out, out_row,
-                  eps=eps)  # fmt: skip
+        self._add(NORM, self.num_rows, _NORM_ROWS, num_outputs=size, num_inputs=size, x=x,
+                  x_row=x_row, weight=weight, out=out, out_row=out_row, eps=eps)  # fmt: skip
 
     def rope(
         self, num_heads: int, head_dim: int, out: Address, out_row: int, cos: Address,
         sin: Address, turn_row: int, weight: Address = 0, eps: int = 0,
     ) -> None:  # fmt: skip
         """ROPE."""
-        self._add(ROPE, self.num_rows, _NORM_ROWS, num_heads * head_dim, head_dim, cos, turn_row,
-                  weight, 0, out, out_row, sin, turn_row, eps=eps)  # fmt: skip
+        self._add(ROPE, self.num_rows, _NORM_ROWS, num_outputs=num_heads * head_dim,
+                  num_inputs=head_dim, x=cos, x_row=turn_row, weight=weight, out=out,
+                  out_row=out_row, more=sin, more_row=turn_row, eps=eps)  # fmt: skip
 
     def run(self, **addresses: int) -> None:
         """Run it; the memory at all addresses must stay until it has run."""
@@ -673,7 +678,7 @@ class Program:
         words[_HEAD_NUM_OPS] = len(self._words) // _WORDS - 1
         words[_HEAD_COUNTERS] = local.counters
         words[_MAX_WORDS] = words[_MAX_WORDS + 1] = 0
-        cpu._run_at(cpu._kernel(make_program), local.address, num_threads)
+        run_kernel(kernel_address(make_program), local.address, num_threads)
 
     def place(self, *names: str, **addresses: int) -> PlacedProgram:
         """The program as it is now, with all addresses but those of ``names`` filled in."""
@@ -710,7 +715,7 @@ class PlacedProgram:
             else:
                 self._words[number] = addresses[name] + num_bytes
         self._num_threads = num_threads
-        self._kernel = cpu._kernel(make_program)
+        self._kernel = kernel_address(make_program)
 
     def run(self, *addresses: int) -> None:
         """Run it; ``addresses`` in the order of the names that were left open."""
@@ -718,7 +723,7 @@ class PlacedProgram:
         for number, which, num_bytes in self._open:
             words[number] = addresses[which] + num_bytes
         words[self._counters] = 0, 0
-        cpu._run_at(self._kernel, self._address, self._num_threads)
+        run_kernel(self._kernel, self._address, self._num_threads)
 
 
 def bits_of(value: float) -> int:
