@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 import radixkv
-from radixkv.models import prepare_small_model
+from radixkv.models.small_model import prepare_small_model
 
 STOCK = {"flour": 12, "salt": 3, "yeast": 0}
 INTRO = """A storekeeper looks things up, one call a line, until all is known.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import radixkv
-from radixkv.models import prepare_small_model
+from radixkv.models.small_model import prepare_small_model
 
 PROMPT = "The old water mill stands by the creek. In spring, when the snow melts,"
 WIDTH, NUM_NEW = 4, 20

@@ -7,7 +7,7 @@ judged together. Any function from texts to numbers would do.
 from __future__ import annotations
 
 import radixkv
-from radixkv.models import prepare_small_model
+from radixkv.models.small_model import prepare_small_model
 
 TASK = "Write one sentence that sells a water mill to a family with children."
 N = 4

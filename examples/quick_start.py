@@ -1,5 +1,5 @@
 import radixkv
-from radixkv.models import prepare_small_model
+from radixkv.models.small_model import prepare_small_model
 
 engine = radixkv.Engine.from_pretrained(prepare_small_model(progress=True))  # or a path, a hub id
 guide = "Handbook: the mill opens in April. " * 40

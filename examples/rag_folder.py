@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import radixkv
-from radixkv.models import prepare_small_model
+from radixkv.models.small_model import prepare_small_model
 
 FOLDER = Path(__file__).parent / "texts"
 QUESTIONS = [

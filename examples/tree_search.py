@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 
 import radixkv
-from radixkv.models import prepare_small_model
+from radixkv.models.small_model import prepare_small_model
 
 PROMPT = "Three rules for a good miller: first,"
 CHILDREN, PIECE, EXPANSIONS = 3, 5, 5

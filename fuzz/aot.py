@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from radixkv.compiled import FORMATS, KERNELS, TARGETS, compile_kernel, faults_of, jobs
+from radixkv.bench.gpu_compile import FORMATS, KERNELS, TARGETS, compile_kernel, faults_of, jobs
 
 
 def main() -> int:

@@ -124,7 +124,9 @@ def points(tokenizer: Any, model: Any) -> list[tuple[str, Any, str]]:
     """Every place that is made to fail: (name, owner, attribute)."""
     import rich.progress
 
-    from radixkv import beam, cache, compiled_tree, drawing, engine, guided, pool, request, sampling
+    from radixkv.cache import compiled_tree, pool
+    from radixkv.cache import prefix_cache as cache
+    from radixkv.engine import beam, core, drawing, guided, sample_request, sampling
 
     kind = type(tokenizer)
     return [
@@ -136,7 +138,7 @@ def points(tokenizer: Any, model: Any) -> list[tuple[str, Any, str]]:
         ("allocation: match", cache.PrefixCache, "match"),
         ("allocation: extend", cache.Lease, "extend_encoded"),
         ("allocation: fork", cache.Lease, "fork"),
-        ("allocation: batch", engine, "build_batch"),
+        ("allocation: batch", core, "build_batch"),
         ("allocation: logits", drawing, "gather"),
         ("model: forward", model, "forward"),
         ("model: second layer", model.model.layers[1], "forward"),
@@ -145,7 +147,7 @@ def points(tokenizer: Any, model: Any) -> list[tuple[str, Any, str]]:
         ("tokenizer: template", kind, "apply_chat_template"),
         ("sampler: sample", drawing, "sample"),
         ("sampler: beams", beam.BeamSearch, "advance"),
-        ("sampler: log-probabilities", request, "top_logprobs"),
+        ("sampler: log-probabilities", sample_request, "top_logprobs"),
         ("sampler: masks", sampling, "allowed_tokens"),
         ("sampler: guide", guided.Guide, "advance"),
         ("callback: progress", rich.progress.Progress, "update"),
@@ -187,16 +189,17 @@ def outcome(result: Any) -> Any:
 def require_idle(engine: Engine) -> None:
     """Raise AssertionError unless nothing runs and every page is free or cached."""
     # A result may be had before the step that made it is at its end.
-    assert engine._step_lock.acquire(timeout=60), "a lock that is held"
+    assert engine.core.step_lock.acquire(timeout=60), "a lock that is held"
     try:
-        assert not engine._inbox and not engine._live, "a request that never ended"
-        assert not engine._scheduler.waiting and not engine._scheduler.running, "a lost sequence"
+        scheduler = engine.core.scheduler
+        assert not engine.core.has_requests, "a request that never ended"
+        assert not scheduler.waiting and not scheduler.running, "a lost sequence"
         assert not engine.cache._leases, "a lease that nobody released"
         require_sums(engine)
         stats = engine.cache.stats()
         assert stats.pages_pinned == stats.pages_private == 0, stats
     finally:
-        engine._step_lock.release()
+        engine.core.step_lock.release()
 
 
 def require_sums(engine: Engine) -> None:
@@ -305,7 +308,7 @@ class Called:
                 try:
                     return call(*args, **keywords)
                 except FAULTS:
-                    with engine._step_lock, self.faults.paused():
+                    with engine.core.step_lock, self.faults.paused():
                         require_sums(engine)
             raise AssertionError("failed again and again, with one fault")
 

@@ -15,15 +15,15 @@ def main() -> None:
 
     sys.modules["numba"] = None  # type: ignore[assignment]
     include = [
-        "radixkv.radix",
-        "radixkv.pool",
-        "radixkv.cache",
-        "radixkv.plain_pool",
-        "radixkv.plain_tree",
+        "radixkv.cache.tree",
+        "radixkv.cache.pool",
+        "radixkv.cache.prefix_cache",
+        "radixkv.cache.plain_pool",
+        "radixkv.cache.plain_tree",
     ]
     with atheris.instrument_imports(include=include):
         from fuzz.driver import run_bytes
-        from radixkv.pool import load_kernel
+        from radixkv.cache.pool import load_kernel
     assert load_kernel() is None
     import torch
 

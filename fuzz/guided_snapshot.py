@@ -15,7 +15,7 @@ from pathlib import Path
 def main() -> None:
     import atheris  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-    with atheris.instrument_imports(include=["radixkv.snapshot"]):
+    with atheris.instrument_imports(include=["radixkv.cache.snapshot"]):
         from fuzz.snapshot import SETTINGS, Target, forge, scratch
     import torch
 

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from radixkv.cache import Lease, Pin, PrefixCache
+from radixkv.attention.formats import KVSpec, LayerPages
+from radixkv.cache.lease import Lease, Pin
+from radixkv.cache.pool import PagePool, PageStorage, load_kernel
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.tree import RadixTree
 from radixkv.config import KVConfig
 from radixkv.errors import CapacityError
-from radixkv.pool import PagePool, PageStorage, load_kernel
-from radixkv.quant import KVSpec, LayerPages
-from radixkv.radix import RadixTree
 
 
 def cache_on(plain: bool, spec: KVSpec, config: KVConfig) -> PrefixCache:

@@ -28,10 +28,11 @@ import torch
 CPU_LIMIT_S = 120  # of worlds, and of tests: more is a loop without end
 WALL_LIMIT_S = 1800  # of tests: threads that wait for each other use no processor time
 ROOT = Path(__file__).resolve().parent.parent
-COMPILED = ("radixkv/compiled_tree.py", "kernels/tree.py")
+COMPILED = ("radixkv/cache/compiled_tree.py", "kernels/tree.py")
 FILES = (
-    "radixkv/radix.py", "radixkv/pool.py", "radixkv/cache.py", "radixkv/lease.py",
-    "radixkv/plain_pool.py", "radixkv/plain_tree.py", *COMPILED
+    "radixkv/cache/tree.py", "radixkv/cache/pool.py", "radixkv/cache/prefix_cache.py",
+    "radixkv/cache/lease.py",
+    "radixkv/cache/plain_pool.py", "radixkv/cache/plain_tree.py", *COMPILED
 )  # fmt: skip
 TESTS = (
     "test_radix.py", "test_pool.py", "test_cache.py", "test_cache_leaks.py", "test_view.py",

@@ -27,8 +27,8 @@ import numpy as np
 import torch
 
 from radixkv import KVConfig, KVSpec, PrefixCache, SnapshotError
-from radixkv import snapshot_file as format_
-from radixkv.radix import Tokens
+from radixkv.cache import snapshot_file as format_
+from radixkv.cache.tree import Tokens
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=1, head_dim=2)
 NUM_PAGES = 48

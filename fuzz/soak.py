@@ -137,14 +137,14 @@ class Soak:
     def bytes_per_token(self, dtype: str) -> int:
         """Bytes of KV a token of this model in a format."""
         from radixkv import KVSpec
-        from radixkv.quant import KVCodec
+        from radixkv.attention.formats import KVCodec
 
         spec = KVSpec(num_layers=2, num_kv_heads=2, head_dim=8)
         return KVCodec(spec, KVConfig(dtype=dtype)).bytes_per_token
 
     def check(self, engine: Engine) -> None:
         """Sums and owners, between two steps."""
-        with engine._step_lock, self.faults.paused():
+        with engine.core.step_lock, self.faults.paused():
             require_sums(engine)
         self.counts["checks"] += 1
 

@@ -24,11 +24,11 @@ import torch
 
 from fuzz.driver import NAMESPACES, Bytes, Seeded, Source
 from fuzz.mirror import Mirror, compare, mirrored_cache
-from radixkv.cache import PrefixCache
+from radixkv.attention.formats import KVSpec
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.tree import encode_tokens
 from radixkv.config import EVICTIONS, KVConfig
 from radixkv.errors import CapacityError
-from radixkv.quant import KVSpec
-from radixkv.radix import encode_tokens
 
 PAGE_SIZES = (1, 4, 16, 64)
 SPEC = KVSpec(num_layers=1, num_kv_heads=1, head_dim=1)

@@ -21,11 +21,12 @@ import numpy as np
 import torch
 
 from fuzz.mirror import compare, mirrored_cache
-from radixkv.cache import _ALL, Lease, Pin, PrefixCache
+from radixkv.attention.formats import KVSpec
+from radixkv.cache.lease import Lease, Pin
+from radixkv.cache.prefix_cache import _ALL, PrefixCache
+from radixkv.cache.tree import EXPIRED
 from radixkv.config import KVConfig
 from radixkv.errors import CapacityError
-from radixkv.quant import KVSpec
-from radixkv.radix import EXPIRED
 
 NUM_LAYERS = 2
 SPEC = KVSpec(num_layers=NUM_LAYERS, num_kv_heads=1, head_dim=2, v_head_dim=1)

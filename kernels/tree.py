@@ -12,7 +12,7 @@ has children or not: its children stand there before it, and what is at the head
 others stand in a heap once they have no children, the next to go on top.
 
 Nothing here allocates, recurses or raises. The same structure as Python objects, which gives the
-same answers to the page id, is `radixkv.plain_tree`: what this does is to be read there.
+same answers to the page id, is `radixkv.cache.plain_tree`: what this does is to be read there.
 
 The arrays; all rows are page ids, 0 is none, rows above ``counts[NUM_PAGES]`` are the roots of
 namespaces, which have children alone:

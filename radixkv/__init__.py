@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from radixkv.version import __version__ as __version__
+
 _HOME = {
     "BeamParams": "config",
     "KVConfig": "config",
@@ -21,23 +23,22 @@ _HOME = {
     "RadixKVError": "errors",
     "SnapshotError": "errors",
     "UnsupportedModelError": "errors",
-    "RadixTree": "radix",
-    "KVSpec": "quant",
-    "CacheStats": "cache",
-    "Lease": "cache",
-    "Pin": "cache",
-    "PrefixCache": "cache",
-    "Branch": "branch",
-    "Delta": "request",
-    "Engine": "engine",
-    "EngineStats": "stats",
-    "Request": "request",
-    "Result": "request",
-    "Sample": "request",
-    "Score": "request",
+    "RadixTree": "cache.tree",
+    "KVSpec": "attention.formats",
+    "CacheStats": "cache.stats",
+    "Lease": "cache.lease",
+    "Pin": "cache.lease",
+    "PrefixCache": "cache.prefix_cache",
+    "Branch": "engine.branch",
+    "Delta": "engine.results",
+    "Engine": "engine.engine",
+    "EngineStats": "engine.stats",
+    "Request": "engine.request",
+    "Result": "engine.results",
+    "Sample": "engine.results",
+    "Score": "engine.results",
 }
 
-__version__ = "0.1.0"
 __all__ = sorted(_HOME)
 
 
@@ -54,15 +55,23 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from radixkv.branch import Branch as Branch
-    from radixkv.cache import CacheStats as CacheStats
-    from radixkv.cache import Lease as Lease
-    from radixkv.cache import Pin as Pin
-    from radixkv.cache import PrefixCache as PrefixCache
+    from radixkv.attention.formats import KVSpec as KVSpec
+    from radixkv.cache.lease import Lease as Lease
+    from radixkv.cache.lease import Pin as Pin
+    from radixkv.cache.prefix_cache import PrefixCache as PrefixCache
+    from radixkv.cache.stats import CacheStats as CacheStats
+    from radixkv.cache.tree import RadixTree as RadixTree
     from radixkv.config import BeamParams as BeamParams
     from radixkv.config import KVConfig as KVConfig
     from radixkv.config import SamplingParams as SamplingParams
-    from radixkv.engine import Engine as Engine
+    from radixkv.engine.branch import Branch as Branch
+    from radixkv.engine.engine import Engine as Engine
+    from radixkv.engine.request import Request as Request
+    from radixkv.engine.results import Delta as Delta
+    from radixkv.engine.results import Result as Result
+    from radixkv.engine.results import Sample as Sample
+    from radixkv.engine.results import Score as Score
+    from radixkv.engine.stats import EngineStats as EngineStats
     from radixkv.errors import CacheInvariantError as CacheInvariantError
     from radixkv.errors import CapacityError as CapacityError
     from radixkv.errors import ContextLengthError as ContextLengthError
@@ -71,11 +80,3 @@ if TYPE_CHECKING:
     from radixkv.errors import RadixKVError as RadixKVError
     from radixkv.errors import SnapshotError as SnapshotError
     from radixkv.errors import UnsupportedModelError as UnsupportedModelError
-    from radixkv.quant import KVSpec as KVSpec
-    from radixkv.radix import RadixTree as RadixTree
-    from radixkv.request import Delta as Delta
-    from radixkv.request import Request as Request
-    from radixkv.request import Result as Result
-    from radixkv.request import Sample as Sample
-    from radixkv.request import Score as Score
-    from radixkv.stats import EngineStats as EngineStats

@@ -2,6 +2,6 @@
 
 import sys
 
-from radixkv.cli import main
+from radixkv.cli.main import main
 
 sys.exit(main())

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from radixkv.beam import BeamSearch
 from radixkv.config import BeamParams
+from radixkv.engine.beam import BeamSearch
 from radixkv.errors import NonFiniteError
 
 

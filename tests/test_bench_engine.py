@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from radixkv import Engine, KVConfig, RadixKVError, bench_engine
-from radixkv.bench_load import bench_load
-from radixkv.cli import main
+from radixkv import Engine, KVConfig, RadixKVError
+from radixkv.bench import workloads as bench_engine
+from radixkv.bench.load import bench_load
+from radixkv.cli.main import main
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from radixkv import bench_kernel
-from radixkv.attention import Backend, get_backend
-from radixkv.bench_kernel import PagedLoad, require_close, time_decode, time_shared, time_write
+from radixkv.attention.backend import Backend, get_backend
+from radixkv.bench import kernel as bench_kernel
+from radixkv.bench.kernel import PagedLoad, require_close, time_decode, time_shared, time_write
 
 FORMATS = ("int8", "fp8", "fp8_e5m2", "int4", "model")
 HEADS = (6, 2, 128)  # as tests/test_quant.py has them: these kernels are compiled for it, too

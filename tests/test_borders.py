@@ -14,10 +14,10 @@ from transformers import masking_utils
 
 from fuzz import models
 from radixkv import Engine, KVConfig
-from radixkv.borders import borders_of
-from radixkv.masks import NotAWindowError, places_around, window_of
-from radixkv.positions import PositionWatch, config_ints, named_limit
-from radixkv.twin import twin_of
+from radixkv.models.borders import borders_of
+from radixkv.models.masks import NotAWindowError, places_around, window_of
+from radixkv.models.positions import PositionWatch, config_ints, named_limit
+from radixkv.models.twin import twin_of
 
 # Masks
 
@@ -278,10 +278,10 @@ def test_a_model_of_each_kind_that_is_not_served_is_refused_for_what_it_is(
 
 def test_the_sweep_sees_a_model_that_is_served_wrongly(monkeypatch):
     """A mask's window not served, as before: the sweep must say so."""
-    from radixkv import probe
+    from radixkv.models import probe
 
     monkeypatch.setattr(probe, "windows_of", lambda model, seen, places: dict.fromkeys(seen, None))
-    monkeypatch.setattr("radixkv.model.try_borders", lambda *args: None)
+    monkeypatch.setattr("radixkv.models.runner.try_borders", lambda *args: None)
     outcome = models.try_type("phimoe", "past")
     assert outcome is not None
     assert outcome.kind == "fault"
@@ -289,7 +289,7 @@ def test_the_sweep_sees_a_model_that_is_served_wrongly(monkeypatch):
 
 
 def test_a_state_that_was_tried_is_not_tried_again(monkeypatch):
-    from radixkv import borders
+    from radixkv.models import borders
 
     runs: list[int] = []
     real = borders.try_past_borders

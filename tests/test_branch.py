@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixkv import Engine, KVConfig, SamplingParams
-from radixkv.continuations import encode_continuation
-from radixkv.kept import kept_tokens
-from radixkv.text_stream import TextStream
-from radixkv.vocabulary import decode
+from radixkv.engine.kept_tokens import kept_tokens
+from radixkv.text.continuations import encode_continuation
+from radixkv.text.text_stream import TextStream
+from radixkv.text.vocabulary import decode
 
 GREEDY = dict(temperature=0, ignore_eos=True, logprobs=1)
 
@@ -178,11 +178,13 @@ def test_forks_that_are_asked_at_the_same_time_run_what_they_share_once(
                 errors.append(error)
 
         threads = [threading.Thread(target=work, args=(twin,)) for twin in twins]
-        with engine._step_lock:  # no step before both are there
+        with engine.core.step_lock:  # no step before both are there
             for thread in threads:
                 thread.start()
-            with engine._wake:
-                assert engine._wake.wait_for(lambda: len(engine._inbox) == 2, timeout=60)
+            with engine.core.changed:
+                assert engine.core.changed.wait_for(
+                    lambda: len(engine.core._inbox) == 2, timeout=60
+                )
         for thread in threads:
             thread.join()
         assert not errors
@@ -432,7 +434,7 @@ def test_a_sample_cut_by_time_is_held_as_far_as_it_came(engines_of: Any) -> None
 
         def late(input_ids: Any, scores: Any) -> Any:
             if input_ids.shape[1] - 1 == len(said) - 1:
-                for request in engine._live:
+                for request in engine.core._live:
                     request.deadline = 0.0  # long ago
             return say(1, said)(input_ids, scores)
 
@@ -551,12 +553,12 @@ def aborted_calls(engine: Engine) -> None:
 def test_what_is_forgotten_is_no_cycle_and_holds_no_page(tiny_model: Any, forget: Any) -> None:
     with Engine(tiny_model("llama"), kv=kv()) as engine:
         forget(engine)  # what is made once is made
-        with engine._step_lock:
+        with engine.core.step_lock:
             gc.collect()
         gc.disable()
         try:
             forget(engine)
-            with engine._step_lock:  # the step that ended the last request is over
+            with engine.core.step_lock:  # the step that ended the last request is over
                 stats = engine.cache.stats()
             assert stats.pages_pinned == stats.pages_private == 0
             assert not engine.cache._leases

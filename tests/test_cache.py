@@ -24,7 +24,7 @@ from radixkv import (
     Pin,
     PrefixCache,
 )
-from radixkv.bench_cache import TRACES, run_growth, run_trace, run_turns
+from radixkv.bench.cache import TRACES, run_growth, run_trace, run_turns
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=1, head_dim=4)
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from radixkv import Engine, EngineClosedError, KVConfig
 from radixkv.text import begin_conversation, continue_conversation, encode_prompt
-from radixkv.tool_calls import find_tool_calls
+from radixkv.text.tool_calls import find_tool_calls
 
 KV = KVConfig(dtype="model", page_size=4, capacity="4MiB")
 SPECIALS = ["<|r|>", "<|end|>", "[INST]", "[/INST]"]

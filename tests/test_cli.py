@@ -14,10 +14,11 @@ import pytest
 import torch
 
 import radixkv
-from radixkv import KVSpec, PrefixCache, cli
+from radixkv import KVSpec, PrefixCache
+from radixkv.cli import main as cli
 from radixkv.config import KV_DTYPES, KVConfig
-from radixkv.demo import PAGE_SIZE
-from radixkv.models import prepare_small_model
+from radixkv.models.small_model import prepare_small_model
+from radixkv.tools.demo import PAGE_SIZE
 
 GEOMETRY = ["--layers", "2", "--kv-heads", "3", "--head-dim", "8", "--dtype", "float32"]
 
@@ -318,7 +319,7 @@ def test_an_option_without_effect_is_refused(capsys, arguments, says):
 
 
 def test_every_option_of_a_measurement_is_known_to_one():
-    from radixkv import cli_bench
+    from radixkv.cli import bench as cli_bench
 
     parser = cli.CommandParser()
     cli_bench.add_bench_arguments(parser)

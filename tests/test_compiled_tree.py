@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from radixkv.compiled_tree import CompiledPool, CompiledTree
-from radixkv.pool import load_kernel
-from radixkv.radix import EXPIRED, Root, encode_tokens
+from radixkv.cache.compiled_tree import CompiledPool, CompiledTree
+from radixkv.cache.pool import load_kernel
+from radixkv.cache.tree import EXPIRED, Root, encode_tokens
 
 kernel: Any = load_kernel()
 

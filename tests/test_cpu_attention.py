@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from radixkv import reference
-from radixkv.attention import get_backend
+from radixkv.attention.backend import get_backend, reference
+from radixkv.attention.cpu import paged_attention, write_kv
+from radixkv.attention.formats import KVCodec, KVFormat, KVSpec, LayerPages, hadamard
+from radixkv.attention.reference import AttentionBatch, ScoreRule
 from radixkv.config import KVConfig
-from radixkv.cpu_backend import paged_attention, write_kv
-from radixkv.quant import KVCodec, KVFormat, KVSpec, LayerPages, hadamard
-from radixkv.reference import AttentionBatch, ScoreRule
 from radixkv_kernels.cpu import formats, launch, plan, simd, vectors
 
 FORMATS = ("int8", "fp8", "fp8_e5m2", "int4", "model")
@@ -473,7 +472,7 @@ def test_the_backend_is_found_by_name_and_is_what_auto_takes_on_a_cpu():
 
 def test_numba_is_loaded_only_when_the_backend_is_asked_for():
     program = (
-        "import sys, torch; from radixkv.attention import get_backend;"
+        "import sys, torch; from radixkv.attention.backend import get_backend;"
         "get_backend('torch', torch.device('cpu')); assert 'numba' not in sys.modules;"
         "get_backend('cpu', torch.device('cpu')); assert 'numba' in sys.modules"
     )

@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixkv import cpu_backend, reference
+from radixkv.attention import cpu as cpu_backend
+from radixkv.attention import reference
+from radixkv.attention.formats import KVCodec, KVFormat, KVSpec, LayerPages
 from radixkv.config import KVConfig
 from radixkv.errors import NonFiniteError
-from radixkv.quant import KVCodec, KVFormat, KVSpec, LayerPages
 from radixkv_kernels.cpu import launch
 
 QUANTIZED = ("int8", "fp8", "fp8_e5m2", "int4")

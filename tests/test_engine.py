@@ -23,7 +23,7 @@ from radixkv import (
     SamplingParams,
     UnsupportedModelError,
 )
-from radixkv.quant import KVCodec
+from radixkv.attention.formats import KVCodec
 
 ARCHITECTURES = (
     "llama",
@@ -70,7 +70,7 @@ def test_greedy_tokens_are_those_of_transformers(tiny_model: Any, name: str) -> 
     with Engine(model, kv=kv()) as engine:
         for max_batch_tokens in (7, 1024):
             engine.cache.clear()
-            engine._scheduler.max_batch_tokens = max_batch_tokens
+            engine.core.scheduler.max_batch_tokens = max_batch_tokens
             cold = engine.generate(prompts, temperature=0, max_new_tokens=20)
             warm = [engine.generate(p, temperature=0, max_new_tokens=20) for p in prompts]
             assert [r.samples[0].token_ids for r in cold] == expected
@@ -483,8 +483,8 @@ class Clock:
 def test_timeout_ends_with_abort(tiny_model: Any, monkeypatch: Any) -> None:
     model = tiny_model("llama")
     clock = Clock()
-    for module in ("engine", "request", "drawing", "scheduler"):
-        monkeypatch.setattr(f"radixkv.{module}.time", clock)
+    for module in ("core", "request", "beam_request", "drawing", "scheduler"):
+        monkeypatch.setattr(f"radixkv.engine.{module}.time", clock)
     with Engine(model, kv=kv()) as engine:
         fields: dict[str, Any] = dict(max_new_tokens=250, ignore_eos=True, timeout_s=60.0)
         result = engine.generate(random_ids(5), **fields)
@@ -630,7 +630,7 @@ def test_sliding_windows_reuse_any_prefix(tiny_model: Any) -> None:
 def test_statistics_for_prometheus(tiny_model: Any) -> None:
     from prometheus_client import CollectorRegistry, generate_latest
 
-    from radixkv.metrics import EngineCollector
+    from radixkv.integrations.prometheus import EngineCollector
 
     model = tiny_model("llama")
     with Engine(model, kv=kv()) as engine:
@@ -648,11 +648,11 @@ def test_statistics_for_prometheus(tiny_model: Any) -> None:
 def test_an_engine_does_not_survive_fork(tiny_model: Any, monkeypatch: Any) -> None:
     model = tiny_model("llama")
     with Engine(model, kv=kv()) as engine:
-        here = engine._pid
-        monkeypatch.setattr(engine, "_pid", here + 1)
+        here = engine.core._pid
+        monkeypatch.setattr(engine.core, "_pid", here + 1)
         with pytest.raises(radixkv.RadixKVError, match=r"process.*fork"):
             engine.generate(random_ids(3))
-        monkeypatch.setattr(engine, "_pid", here)
+        monkeypatch.setattr(engine.core, "_pid", here)
         assert engine.generate(random_ids(3), max_new_tokens=1).samples
 
 
@@ -709,7 +709,7 @@ def test_half_a_score_is_no_score(tiny_model: Any, monkeypatch: Any) -> None:
             assert closed.wait(60)
         return True
 
-    monkeypatch.setattr(type(engine._scheduler), "has_work", property(has_work))
+    monkeypatch.setattr(type(engine.core.scheduler), "has_work", property(has_work))
     got: list[Any] = []
 
     def ask() -> None:
@@ -723,7 +723,7 @@ def test_half_a_score_is_no_score(tiny_model: Any, monkeypatch: Any) -> None:
     thread = threading.Thread(target=ask)
     thread.start()
     assert begun.wait(60)
-    assert 0 < engine._tally._totals["steps"] < 50
+    assert 0 < engine.core._tally._totals["steps"] < 50
     engine.close()
     thread.join()
     assert isinstance(got[0], EngineClosedError)

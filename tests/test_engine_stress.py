@@ -206,7 +206,8 @@ busy = threading.Thread(target=lambda: engine.generate(prompts, **fields))
 busy.start()
 branch, stream = engine.open([5, 6, 7, 8]), engine.stream([5, 6], **fields)
 first = next(stream)
-with engine._wake, engine.cache._guard.lock:  # as another thread may hold them at that moment
+held = engine.core.changed, engine.cache._guard.lock  # as another thread may hold them then
+with held[0], held[1]:
     child = os.fork()
 if not child:
     def read_all():

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from radixkv import Engine
-from radixkv.models import prepare_small_model
+from radixkv.models.small_model import prepare_small_model
 
 pytestmark = pytest.mark.slow
 

@@ -25,7 +25,7 @@ WAYS = {
 CACHE = """
 import torch, radixkv  # its modules live as long as this one, and are emptied before it
 from radixkv import *
-from radixkv.snapshot import Snapshot
+from radixkv.cache.snapshot import Snapshot
 def make():
     cache = PrefixCache(KVSpec(num_layers=1, num_kv_heads=1, head_dim=8),
                         KVConfig(page_size=4, capacity="64KiB"), backend="torch")

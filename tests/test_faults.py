@@ -14,7 +14,7 @@ from fuzz.faults import Harness, require_idle
 from fuzz.soak import Soak
 from fuzz.tiny import make_model
 from radixkv import Engine, KVConfig
-from radixkv.scheduler import Scheduler
+from radixkv.engine.scheduler import Scheduler
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from radixkv import Engine, KVConfig, RadixKVError, SnapshotError
-from radixkv.fingerprint import fingerprint
-from radixkv.watch import WeightWatch
+from radixkv.models.fingerprint import fingerprint
+from radixkv.models.weight_watch import WeightWatch
 
 ROOT = Path(__file__).resolve().parent.parent
 KV = KVConfig(dtype="int8", page_size=4, capacity="2MiB")
@@ -124,7 +124,7 @@ def test_another_tokenizer_or_library_is_named(
     for name in (
         "torch.__version__",
         "transformers.__version__",
-        "radixkv.fingerprint.__version__",
+        "radixkv.models.fingerprint.__version__",
     ):
         with monkeypatch.context() as patch, engine_of(model) as engine:
             patch.setattr(name, "0.0.1")
@@ -152,7 +152,7 @@ def test_a_fingerprint_is_the_same_while_layers_are_packed_and_in_another_proces
         here = fingerprint(tf.LlamaForCausalLM(tf.LlamaConfig(**config)))
     code = (
         "import transformers as tf, torch\n"
-        "from radixkv.fingerprint import fingerprint\n"
+        "from radixkv.models.fingerprint import fingerprint\n"
         "torch.manual_seed(0)\n"
         f"print(repr(fingerprint(tf.LlamaForCausalLM(tf.LlamaConfig(**{config!r})))))"
     )

@@ -13,14 +13,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixkv import costs, cpu_backend, reference
-from radixkv.attention import get_backend
-from radixkv.cache import Lease, PrefixCache
+from radixkv.attention import cpu as cpu_backend
+from radixkv.attention import sharing_cost as costs
+from radixkv.attention.backend import get_backend, reference
+from radixkv.attention.formats import KVCodec, KVSpec, hadamard
+from radixkv.attention.reference import KVReads, ScoreRule
+from radixkv.attention.shared_runs import PageTables, SharedRun, find_runs
+from radixkv.cache.lease import Lease
+from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.config import KVConfig
-from radixkv.engine import Engine
-from radixkv.groups import PageTables, SharedRun, find_runs
-from radixkv.quant import KVCodec, KVSpec, hadamard
-from radixkv.reference import KVReads, ScoreRule
+from radixkv.engine.engine import Engine
 from radixkv_kernels.cpu import launch, plan
 
 

@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from radixkv import BeamParams, KVConfig, RadixKVError, SamplingParams
-from radixkv.engine import Engine
-from radixkv.guided import Guide, allowed_tokens, compute_ahead, make_guide
-from radixkv.sampling import SamplerRow, sample
+from radixkv.engine.engine import Engine
+from radixkv.engine.guided import Guide, allowed_tokens, compute_ahead, make_guide
+from radixkv.engine.sampling import SamplerRow, sample
 
 PROMPT = list(range(10, 58))
 
@@ -319,7 +319,7 @@ def test_masks_are_ready_before_the_logits_are(engine, monkeypatch):
     params = SamplingParams(regex="[a-f]{6}", seed=4)
     expected = tokens_of(engine.generate(PROMPT, params))
     computed, threads = threading.Event(), []
-    compute, forward = Guide._compute, engine._runner.forward
+    compute, forward = Guide._compute, engine.core.runner.forward
 
     def note(guide, mask):
         compute(guide, mask)
@@ -332,7 +332,7 @@ def test_masks_are_ready_before_the_logits_are(engine, monkeypatch):
         return forward(batch, cache)
 
     monkeypatch.setattr(Guide, "_compute", note)
-    monkeypatch.setattr(engine._runner, "forward", run)
+    monkeypatch.setattr(engine.core.runner, "forward", run)
     assert tokens_of(engine.generate(PROMPT, params)) == expected
     assert len(threads) == len(expected[0])
     assert all(name.startswith("radixkv-guides") for name in threads)

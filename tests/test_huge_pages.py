@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from radixkv import huge_pages
-from radixkv.huge_pages import SIZE, use_huge_pages
+from radixkv.models import huge_pages
+from radixkv.models.huge_pages import SIZE, use_huge_pages
 
 COUNT = 3 * SIZE  # int32 elements: twelve megabytes, not aligned to anything
 

@@ -45,7 +45,7 @@ def stop_in(text: str) -> str:
 def chain_llm(engine: Engine) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the package's own, of other versions' names
-        from radixkv.langchain import RadixKVLLM
+        from radixkv.integrations.langchain import RadixKVLLM
 
     return RadixKVLLM(engine=engine, params=GREEDY)
 
@@ -137,7 +137,7 @@ def test_langchain_chains_and_names_what_is_wrong(engine: Engine, chain_llm: Any
 def index_llm(engine: Engine) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from radixkv.llama_index import RadixKVLLM
+        from radixkv.integrations.llama_index import RadixKVLLM
 
     return RadixKVLLM(engine=engine, params=GREEDY)
 
@@ -217,13 +217,13 @@ def harness() -> Any:
         import lm_eval.evaluator
         import lm_eval.tasks
 
-        import radixkv.lm_eval  # noqa: F401 - registers the model
+        import radixkv.integrations.lm_eval  # noqa: F401 - registers the model
     return lm_eval
 
 
 @pytest.fixture
 def eval_lm(engine: Engine, harness: Any) -> Any:
-    from radixkv.lm_eval import RadixKVLM
+    from radixkv.integrations.lm_eval import RadixKVLM
 
     return RadixKVLM(engine)
 

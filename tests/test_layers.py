@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import radixkv.model as model_module
+import radixkv.models.runner as model_module
 from radixkv import Engine, KVConfig
-from radixkv.hold import hold
-from radixkv.layers import FusedLayer
-from radixkv.linear import SteadyLinear
+from radixkv.models.decoder_layer import FusedLayer
+from radixkv.models.hold import hold
+from radixkv.models.linear import SteadyLinear
 from radixkv_kernels.cpu import linear as kernels
 
 FAMILIES = ("llama", "mistral-window", "qwen2", "qwen3")

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from radixkv import Engine, KVConfig
-from radixkv.batch import Run
-from radixkv.hold import hold
-from radixkv.linear import SteadyActivation, SteadyLinear, multiply
-from radixkv.model import ModelRunner, attending
-from radixkv.models import prepare_small_model
+from radixkv.models.batch import Run
+from radixkv.models.hold import hold
+from radixkv.models.linear import SteadyActivation, SteadyLinear, multiply
+from radixkv.models.runner import ModelRunner, attending
+from radixkv.models.small_model import prepare_small_model
 
 NAMES = ("llama", "qwen2", "qwen3", "mistral-window", "gemma2", "gpt2", "opt")
 
@@ -286,7 +286,7 @@ def test_other_weights_and_training_are_followed() -> None:
 
 def check_warm_equals_cold(engine: Engine, prompts: list[list[int]], max_new_tokens: int) -> None:
     """Cold alone, warm alone, batched and shuffled: the same tokens and bits of every logit."""
-    forward = engine._scheduler.forward
+    forward = engine.core.scheduler.forward
     seen: dict[tuple[int, ...], Tensor] = {}
     written: dict[Any, list[int]] = {}  # a lease's own ids lag: it is extended page by page
     compared = 0
@@ -306,7 +306,7 @@ def check_warm_equals_cold(engine: Engine, prompts: list[list[int]], max_new_tok
         assert next(rows, None) is None
         return logits
 
-    engine._scheduler.forward = compare
+    engine.core.scheduler.forward = compare
     options: dict[str, Any] = dict(temperature=0, max_new_tokens=max_new_tokens, ignore_eos=True)
     cold = []
     for prompt in prompts:

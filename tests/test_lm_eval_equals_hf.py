@@ -24,7 +24,7 @@ with warnings.catch_warnings():
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    from radixkv.lm_eval import RadixKVLM
+    from radixkv.integrations.lm_eval import RadixKVLM
 
 ROOT = Path(__file__).resolve().parent.parent
 KV = KVConfig(dtype="model", page_size=4, capacity="4MiB")
@@ -308,18 +308,18 @@ def test_our_own_road_to_it_needs_no_hook(tmp_path: Path) -> None:
         "import os, runpy; os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'; "
         "import lm_eval.__main__ as harness; from lm_eval.api.registry import get_model; "
         "harness.cli_evaluate = lambda: print(get_model('radixkv')); "
-        "runpy.run_module('radixkv.lm_eval', run_name='__main__', alter_sys=True)"
+        "runpy.run_module('radixkv.integrations.lm_eval', run_name='__main__', alter_sys=True)"
     )
     done = run_harness(tmp_path, "-c", code)
-    assert done.stdout == "<class 'radixkv.lm_eval.RadixKVLM'>\n", done.stderr
+    assert done.stdout == "<class 'radixkv.integrations.lm_eval.RadixKVLM'>\n", done.stderr
 
 
 def test_the_hook_does_nothing_elsewhere_and_breaks_nothing(tmp_path: Path) -> None:
     code = (
-        "import sys, torch; assert 'radixkv.autoload' in sys.modules; "
+        "import sys, torch; assert 'radixkv.integrations.autoload' in sys.modules; "
         "assert not [m for m in sys.modules if m.startswith(('radixkv.e', 'lm_eval'))]; "
         "import types; sys.modules['lm_eval'] = types.ModuleType('lm_eval'); "
-        "from radixkv.autoload import register_models; register_models()"
+        "from radixkv.integrations.autoload import register_models; register_models()"
     )
     done = run_harness(tmp_path, "-c", code)
     assert done.returncode == 0, done.stderr

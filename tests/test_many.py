@@ -38,8 +38,8 @@ def random_ids(num_tokens: int, seed: int) -> list[int]:
 
 
 def check_idle(engine: Engine) -> None:
-    with engine._step_lock:  # the last step is over
-        assert not engine._live and not engine._inbox
+    with engine.core.step_lock:  # the last step is over
+        assert not engine.core._live and not engine.core._inbox
         assert not engine.cache._leases
         engine.cache.check()
         stats = engine.cache.stats()
@@ -285,7 +285,7 @@ def test_a_call_that_is_cancelled_ends_all_its_requests(engine: Engine) -> None:
 
 def test_what_ends_the_waiting_ends_all_requests(engine: Engine, monkeypatch: Any) -> None:
     """KeyboardInterrupt, say."""
-    from radixkv.request import Request
+    from radixkv.engine.request import Request
 
     def wait(request: Request, timeout_s: float | None = None) -> bool:
         raise KeyboardInterrupt
@@ -333,7 +333,7 @@ def test_a_step_that_fails_for_all_gives_each_an_error_of_its_own(
         raise shared
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._scheduler, "step", step)
+        patch.setattr(engine.core.scheduler, "step", step)
         errors = engine.generate([random_ids(5, seed=1), "the", "on"], FINE, on_error="return")
     assert [error.index for error in errors] == [0, 1, 2]
     assert {type(error) for error in errors} == {RuntimeError}

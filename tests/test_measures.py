@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from radixkv import Engine, KVConfig, measures
-from radixkv.model import ModelRunner
+from radixkv import Engine, KVConfig
+from radixkv.models import measurements as measures
+from radixkv.models.runner import ModelRunner
 
 PROMPT = list(range(3, 40))
 BOTH = ["_measure_invariance", "_mean_of_k"]
@@ -42,7 +43,7 @@ def load(model: Any, **kv: Any) -> tuple[Any, ...]:
     kv.setdefault("dtype", "int8")
     with Engine(model, kv=KVConfig(capacity="1MiB", **kv)) as engine:
         made = engine.generate(PROMPT, max_new_tokens=8, temperature=0, ignore_eos=True)
-        center = engine._runner.k_center.numpy().tobytes()
+        center = engine.core.runner.k_center.numpy().tobytes()
         return engine.is_batch_invariant, center, made.samples[0].token_ids
 
 
@@ -115,12 +116,12 @@ def test_weights_that_change_are_measured_and_forgotten(
     load(model)
     content = files(tmp_path)[0].read_bytes()
     with Engine(model, kv=KVConfig(dtype="int8", capacity="1MiB")) as engine:
-        before = engine._runner.k_center.clone()
+        before = engine.core.runner.k_center.clone()
         with torch.no_grad():
             for layer in model.model.layers:
                 layer.self_attn.k_proj.weight.mul_(-1.5)
         engine.generate(PROMPT, max_new_tokens=2, temperature=0, ignore_eos=True)
-        assert not torch.allclose(engine._runner.k_center, before)
+        assert not torch.allclose(engine.core.runner.k_center, before)
     assert [file.read_bytes() for file in files(tmp_path)] == [content]
 
 

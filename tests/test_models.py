@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from radixkv import models
 from radixkv.errors import RadixKVError
-from radixkv.models import prepare_small_model
+from radixkv.models import small_model as models
+from radixkv.models.small_model import prepare_small_model
 
 CHAT = [{"role": "user", "content": "Hé 🙂  two  spaces\n\tdef f(x): return 12345 <|im_end|>"}]
 
@@ -108,7 +108,7 @@ def test_a_first_call_saves_exactly_what_the_package_holds(
 
 def test_later_calls_load_neither_torch_nor_transformers(folder, tmp_path):
     code = (
-        "import sys; from radixkv.models import prepare_small_model\n"
+        "import sys; from radixkv.models.small_model import prepare_small_model\n"
         "print(prepare_small_model(progress=False))\n"
         "print(sorted({'torch', 'transformers', 'rich'} & sys.modules.keys()))"
     )

@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv import BeamParams, Engine, KVConfig, SamplingParams, UnsupportedModelError
-from radixkv import checkpoint as checkpoints
 from radixkv.config import parse_bytes
 from radixkv.errors import UnknownOptionError
+from radixkv.models import checkpoint as checkpoints
 from radixkv.names import (
     BEAM_MEANINGS,
     ENGINE_MEANINGS,

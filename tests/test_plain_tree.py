@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuzz import mirror, twins
+from radixkv.cache.plain_pool import PlainPool
+from radixkv.cache.plain_tree import PageNode, PlainTree, add_child, closest_child, num_shared
+from radixkv.cache.tree import encode_tokens
 from radixkv.config import EVICTIONS
-from radixkv.plain_pool import PlainPool
-from radixkv.plain_tree import PageNode, PlainTree, add_child, closest_child, num_shared
-from radixkv.radix import encode_tokens
 
 
 @pytest.mark.parametrize("page_size", twins.PAGE_SIZES)

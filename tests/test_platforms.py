@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from radixkv import whole_file
+from radixkv import disk as whole_file
 
 ROOT = Path(__file__).resolve().parent.parent
 UNIX_MODULES = {"fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "syslog", "posix"}
@@ -52,11 +52,12 @@ pathlib.Path.open = path_open
 
 WORK = """
 import importlib, pathlib, torch, radixkv
-OPTIONAL = {"langchain", "llama_index", "lm_eval", "compiled", "triton_backend", "bench_gpu",
+OPTIONAL = {"langchain", "llama_index", "lm_eval", "metrics", "gpu_compile", "triton", "gpu",
             "__main__"}
-for path in sorted(pathlib.Path(radixkv.__file__).parent.glob("*.py")):
-    if path.stem not in OPTIONAL:
-        importlib.import_module(f"radixkv.{path.stem}")
+root = pathlib.Path(radixkv.__file__).parent
+for path in sorted(root.rglob("*.py")):
+    if path.stem not in OPTIONAL and path.parent.name != "integrations":
+        importlib.import_module(".".join(path.with_suffix("").relative_to(root.parent).parts))
 from radixkv import KVConfig, KVSpec, PrefixCache
 spec = KVSpec(num_layers=2, num_kv_heads=2, head_dim=16)
 assert PrefixCache(spec).stats().capacity_bytes > 0  # a share of the free memory
@@ -74,7 +75,7 @@ for backend in ("torch", "cpu"):
     assert other.match(range(1, 12)) == 11
     other.check()
 assert [path.name for path in folder.iterdir()] == ["a.rkv"]
-from radixkv import cli
+from radixkv.cli import main as cli
 assert cli.main(["snapshot", "verify", str(folder / "a.rkv"), "--json"]) == 0
 try:
     PrefixCache(spec, KVConfig(capacity="1000TB"))
@@ -87,7 +88,7 @@ else:
 ENGINE = """
 import transformers as tf
 from radixkv import Engine
-from radixkv.engine import cpu_has_bfloat16
+from radixkv.engine.engine import cpu_has_bfloat16
 cpu_has_bfloat16()
 config = tf.LlamaConfig(vocab_size=99, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
                         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64)

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from radixkv import CapacityError, KVConfig, KVSpec, PrefixCache
-from radixkv.pool import PageStorage, capacity_pages
-from radixkv.quant import KVCodec
-from radixkv.radix import RadixTree, encode_tokens
-from radixkv.trees import make_tree
+from radixkv.attention.formats import KVCodec
+from radixkv.cache.pool import PageStorage, capacity_pages
+from radixkv.cache.tree import RadixTree, encode_tokens
+from radixkv.cache.tree_choice import make_tree
 
 
 def test_allocation_is_all_or_nothing_and_never_the_reserved_page() -> None:

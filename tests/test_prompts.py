@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from radixkv.chats import render_chat
-from radixkv.loading import find_eos_token_ids
+from radixkv.engine.loading import find_eos_token_ids
 from radixkv.text import encode_prompt
+from radixkv.text.chats import render_chat
 
 SPECIALS = {"<s>": 0, "</s>": 1, "[CLS]": 2, "[SEP]": 3, "<en>": 4}
 AROUND = {

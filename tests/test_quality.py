@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixkv import KVConfig, cli
-from radixkv.engine import Engine
-from radixkv.quality import (
+from radixkv import KVConfig
+from radixkv.cli import main as cli
+from radixkv.engine.engine import Engine
+from radixkv.tools.quality import (
     FORMATS,
     FormatQuality,
     Quality,
@@ -77,7 +78,7 @@ def test_the_perplexity_is_the_models_own(tiny_model, measured):
 
 def test_figures_do_not_depend_on_the_chunks(tiny_model, measured, monkeypatch):
     """Attention reads the stored pages, its own chunk's too: the cut into chunks is free."""
-    monkeypatch.setattr("radixkv.quality._CHUNK_TOKENS", 7)
+    monkeypatch.setattr("radixkv.tools.quality._CHUNK_TOKENS", 7)
     again = measure_quality(tiny_model(), TEXT, num_tokens=150, context=64, formats=("int4",))
     for row in again.formats:
         before = rows_of(measured)[row.kv_dtype, row.rotate]

@@ -10,13 +10,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixkv import KVConfig, KVSpec, PrefixCache, demo
-from radixkv.batch import Run, build_batch
-from radixkv.engine import Engine
-from radixkv.model import ModelRunner
-from radixkv.quality import measure_quality
-from radixkv.quant import INT4_SEARCH, Int4Format, KVCodec, KVFormat, int4_group_size, make_format
-from radixkv.reference import read_rows
+from radixkv import KVConfig, KVSpec, PrefixCache
+from radixkv.attention.formats import (
+    INT4_SEARCH,
+    Int4Format,
+    KVCodec,
+    KVFormat,
+    int4_group_size,
+    make_format,
+)
+from radixkv.attention.reference import read_rows
+from radixkv.engine.engine import Engine
+from radixkv.models.batch import Run, build_batch
+from radixkv.models.runner import ModelRunner
+from radixkv.tools import demo
+from radixkv.tools.quality import measure_quality
 from radixkv_kernels.cpu import formats
 
 QUANTIZED = ("int8", "fp8", "fp8_e5m2", "int4")
@@ -133,7 +141,7 @@ def test_the_search_takes_a_tenth_off_int4s_error(monkeypatch):
     rows = torch.randn(4000, 64, generator=torch.Generator().manual_seed(0))
     form = Int4Format(64)
     searched = (stored(form, rows) - rows).norm(dim=-1)
-    monkeypatch.setattr("radixkv.quant.INT4_SEARCH", (1.0,))
+    monkeypatch.setattr("radixkv.attention.formats.INT4_SEARCH", (1.0,))
     plain = (stored(form, rows) - rows).norm(dim=-1)
     assert searched.mean() < 0.9 * plain.mean()
     assert (plain < form.norm_bound(rows)).all()

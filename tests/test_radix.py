@@ -10,16 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixkv.compiled_tree import CompiledPool, CompiledTree
-from radixkv.plain_pool import PlainPool
-from radixkv.plain_tree import PlainTree
-from radixkv.radix import (
+from radixkv.cache.compiled_tree import CompiledPool, CompiledTree
+from radixkv.cache.plain_pool import PlainPool
+from radixkv.cache.plain_tree import PlainTree
+from radixkv.cache.tree import (
     MAX_TOKEN_ID,
     common_prefix,
     decode_tokens,
     encode_tokens,
 )
-from radixkv.trees import make_tree
+from radixkv.cache.tree_choice import make_tree
 
 runs = st.lists(st.integers(0, 3), max_size=300)
 

@@ -15,7 +15,7 @@ import torch
 
 import radixkv
 from radixkv import BeamParams, Engine, KVConfig
-from radixkv.models import prepare_small_model
+from radixkv.models.small_model import prepare_small_model
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from radixkv import BeamParams, Engine, KVConfig, KVSpec, PrefixCache
-from radixkv.quant import make_format
+from radixkv.attention.formats import make_format
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE = "test_reported_faults.py"

@@ -27,8 +27,8 @@ with warnings.catch_warnings():
     from llama_index.core.llms import ChatMessage
     from llama_index.core.schema import TextNode
 
-    from radixkv.langchain import RadixKVLLM as ChainLLM
-    from radixkv.llama_index import RadixKVLLM as IndexLLM
+    from radixkv.integrations.langchain import RadixKVLLM as ChainLLM
+    from radixkv.integrations.llama_index import RadixKVLLM as IndexLLM
 
 KV = KVConfig(dtype="model", page_size=4, capacity="4MiB")
 CONFIG = dict(
@@ -463,7 +463,7 @@ def test_llama_index_sends_calls_ids_and_thoughts_where_the_template_has_a_place
 
 
 def test_an_argument_of_calls_that_is_no_json_stays_text(tools_llm: Any) -> None:
-    from radixkv.llama_index import _as_message
+    from radixkv.integrations.llama_index import _as_message
 
     call = blocks.ToolCallBlock(tool_call_id="c", tool_name="f", tool_kwargs="{broken")
     message = _as_message(ChatMessage(role="assistant", blocks=[call]), 0, TOOLS_TEMPLATE)

@@ -732,10 +732,10 @@ def test_weights_of_a_quantizers_own_are_served_and_watched() -> None:
     with Engine(model, kv=KV) as engine:
         assert ask(engine) == (own(model), 0)
         assert ask(engine)[1] == 39
-        name = engine.fingerprint()["weights"]
+        name = engine.core.fingerprint()["weights"]
         weight.factor.mul_(1.5)
         assert ask(engine) == (own(model), 0)
-        assert engine.fingerprint()["weights"] != name
+        assert engine.core.fingerprint()["weights"] != name
         with pytest.raises(RadixKVError, match=CHANGED):
             in_the_middle(engine, lambda: weight.codes.mul_(-1))
     plain = llama()

@@ -16,10 +16,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from radixkv import sampling
 from radixkv.config import SamplingParams
+from radixkv.engine import sampling
+from radixkv.engine.sampling import SamplerRow, fresh_seed, sample, top_logprobs, uniform
 from radixkv.errors import NonFiniteError
-from radixkv.sampling import SamplerRow, fresh_seed, sample, top_logprobs, uniform
 
 INF = math.inf
 

@@ -26,12 +26,12 @@ from radixkv import (
     RadixKVError,
     SamplingParams,
 )
-from radixkv.batch import Run, build_batch
-from radixkv.bench_engine import bench_steps
-from radixkv.guard import Guard
-from radixkv.model import ModelRunner
-from radixkv.reference import read_rows
-from radixkv.scheduler import longest_prefix_first
+from radixkv.attention.reference import read_rows
+from radixkv.bench.workloads import bench_steps
+from radixkv.cache.guard import Guard
+from radixkv.engine.scheduler import longest_prefix_first
+from radixkv.models.batch import Run, build_batch
+from radixkv.models.runner import ModelRunner
 
 VOCAB_SIZE = 7
 EOS = 6
@@ -152,7 +152,7 @@ def test_every_request_ends_as_it_does_alone(
 ) -> None:
     alone = fake_engine(4096 // page_size, page_size)
     engine = fake_engine(-(-num_tokens // page_size), page_size, max_batch_tokens=max_batch_tokens)
-    engine._scheduler.max_seqs = max_seqs
+    engine.core.scheduler.max_seqs = max_seqs
     with alone, engine:
         live: list[tuple[Any, Any, int | None]] = []
         step = 0
@@ -216,7 +216,7 @@ def test_scores_in_a_small_pool(
 )
 def test_nobody_starves_behind_those_that_a_policy_prefers(policy: Any) -> None:
     with fake_engine(12, 4, max_batch_tokens=64, policy=policy) as engine:
-        engine._scheduler.max_seqs = 1
+        engine.core.scheduler.max_seqs = 1
         engine.generate([0, 1] * 8, max_new_tokens=1, ignore_eos=True)
         lonely = engine.submit([2] * 9, max_new_tokens=2, ignore_eos=True)
         favoured = []
@@ -236,7 +236,7 @@ def test_a_policy_says_who_goes_first_and_fails_by_itself() -> None:
         return len(request.prompt_token_ids)
 
     with fake_engine(64, 4, policy=shortest_first) as engine:
-        engine._scheduler.max_seqs = 1
+        engine.core.scheduler.max_seqs = 1
         lengths = (9, 3, 6, 1, 3)
         live = [engine.submit([i] * size, max_new_tokens=2) for i, size in enumerate(lengths)]
         broken = engine.submit([5, 5], max_new_tokens=2)
@@ -271,7 +271,7 @@ def test_a_paused_request_does_not_hold_up_those_that_share_its_prefix() -> None
     with fake_engine(64, 4, max_batch_tokens=4) as engine:
         first = engine.submit(prompt, max_new_tokens=2, ignore_eos=True)
         engine.step()
-        (seq,) = engine._scheduler.running
+        (seq,) = engine.core.scheduler.running
         assert seq.num_pending > 1
         seq.paused = True  # as when its reader lags behind
         second = engine.submit([*prompt, 2], max_new_tokens=2, ignore_eos=True)
@@ -316,8 +316,8 @@ def test_reordering_beams_moves_references_and_no_whole_page(
 ) -> None:
     with fake_engine(256 // page_size, page_size) as engine:
         forks = []
-        fork = engine._scheduler.fork
-        monkeypatch.setattr(engine._scheduler, "fork", lambda seq: forks.append(1) or fork(seq))
+        fork = engine.core.scheduler.fork
+        monkeypatch.setattr(engine.core.scheduler, "fork", lambda seq: forks.append(1) or fork(seq))
         params = BeamParams(width=4, max_new_tokens=16, ignore_eos=True)
         assert len(engine.generate([0, 1, 2, 0, 1, 2], params).samples) == 4
         assert len(forks) > 8
@@ -378,7 +378,7 @@ def test_bookkeeping_of_a_step_is_small(monkeypatch: pytest.MonkeyPatch) -> None
     """Not a timed test of the machine: a bound far above what is seen, to catch a blow-up."""
     monkeypatch.setattr(FakeRunner, "vocab_size", 1000)
     with fake_engine(4096, 16) as engine:
-        engine._runner.checks = False  # type: ignore[attr-defined]
+        engine.core.runner.checks = False  # type: ignore[attr-defined]
         times = bench_steps(engine, batch=64, num_steps=40)
         print(f"batch 64 without a model: {times}")
         assert times["bookkeeping_ms"] < 50
@@ -394,7 +394,7 @@ def test_a_model_that_cannot_be_looked_at_fails_its_requests_and_no_others(
 
     with fake_engine(64, 4) as engine:
         with monkeypatch.context() as patched:
-            patched.setattr(engine._runner, "look", broken)
+            patched.setattr(engine.core.runner, "look", broken)
             for _ in range(2):
                 with pytest.raises(ValueError, match="no such layer"):
                     engine.generate([1, 2, 3], max_new_tokens=3)
@@ -417,7 +417,7 @@ def test_under_pressure_the_oldest_run_first_and_what_is_run_again_is_counted() 
             engine.submit([i % 3, 1, 2, i % 5, 3], max_new_tokens=16, seed=i, ignore_eos=True, n=2)
             for i in range(5)
         ]
-        whole = engine._scheduler.step
+        whole = engine.core.scheduler.step
 
         def counted() -> list[Any]:
             nonlocal prefill, decode
@@ -429,12 +429,12 @@ def test_under_pressure_the_oldest_run_first_and_what_is_run_again_is_counted() 
                 decode += output.stop - output.start - below
             return outputs
 
-        engine._scheduler.step = counted  # type: ignore[method-assign]
+        engine.core.scheduler.step = counted  # type: ignore[method-assign]
         while not all(request.done for request in live):
             engine.step()
-            ages = [seq.arrival for seq in engine._scheduler.running]
+            ages = [seq.arrival for seq in engine.core.scheduler.running]
             assert ages == sorted(ages)
         metrics = [request.result().metrics for request in live]
-        assert engine._scheduler.preemptions
+        assert engine.core.scheduler.preemptions
         assert prefill == sum(one.prefill_tokens for one in metrics)
         assert decode == sum(one.decode_tokens for one in metrics)

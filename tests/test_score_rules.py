@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixkv import KVConfig, KVSpec, NonFiniteError, PrefixCache
-from radixkv.attention import get_backend
-from radixkv.quant import KVCodec, row_limit
-from radixkv.reference import ScoreRule, attend_dense, rotate_rows
+from radixkv.attention.backend import get_backend
+from radixkv.attention.formats import KVCodec, row_limit
+from radixkv.attention.reference import ScoreRule, attend_dense, rotate_rows
 
 HERE = Path(__file__).resolve().parent
 BACKENDS = ("torch", "cpu")  # and "triton", in a process of its own

@@ -21,10 +21,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuzz.snapshot import mutants
-from radixkv import KVConfig, KVSpec, PrefixCache, SnapshotError, cli
+from radixkv import KVConfig, KVSpec, PrefixCache, SnapshotError
+from radixkv.cache.snapshot import Snapshot, merge, replacing, tree_namespaces
+from radixkv.cache.tree import encode_tokens
+from radixkv.cli import main as cli
 from radixkv.config import KV_DTYPES
-from radixkv.radix import encode_tokens
-from radixkv.snapshot import Snapshot, merge, replacing, tree_namespaces
 
 ROOT = Path(__file__).resolve().parent.parent
 SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=4, v_head_dim=2)
@@ -246,9 +247,9 @@ def test_a_format_of_another_version_is_refused(
 ) -> None:
     path = tmp_path / "cache.rkv"
     filled(dtype="int4").save(path)
-    monkeypatch.setattr("radixkv.quant.Int4Format.version", 99)
+    monkeypatch.setattr("radixkv.attention.formats.Int4Format.version", 99)
     assert "version 99" in refused(make(dtype="int4"), path)
-    monkeypatch.setattr("radixkv.snapshot_file.FORMAT_VERSION", 2)
+    monkeypatch.setattr("radixkv.cache.snapshot_file.FORMAT_VERSION", 2)
     assert "expected format version 2, got 1" in refused(make(dtype="int4"), path)
 
 
@@ -485,7 +486,7 @@ def test_a_disk_that_fails_leaves_the_old_file(
     before = state(cache)
     with pytest.raises(OSError, match="No space"):
         cache.save(path)
-    monkeypatch.setattr("radixkv.snapshot.write", lambda *_: full(0))
+    monkeypatch.setattr("radixkv.cache.snapshot.write", lambda *_: full(0))
     with pytest.raises(OSError, match="No space"):
         cache.save(path)
     assert path.read_bytes() == whole

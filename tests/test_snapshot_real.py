@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from radixkv import Engine, KVConfig
-from radixkv.models import prepare_small_model
+from radixkv.models.small_model import prepare_small_model
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from radixkv.stop_strings import StopFinder, make_stop_finder
 from radixkv.text import TextStream
+from radixkv.text.stop_strings import StopFinder, make_stop_finder
 
 PIECES = ["a", "b", "ab", "ba", "<", "x>"]  # the last two spell a special token as text
 SPECIALS = ["<x>", "<y>"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from radixkv import Engine, KVConfig
-from radixkv.request import Request
+from radixkv.engine.request import Request
 
 
 def kv(dtype: str = "model", **changes: Any) -> KVConfig:
@@ -53,7 +53,7 @@ def test_a_stream_that_nobody_reads_is_paused(
     tiny_model: Any, byte_tokenizer: Any, monkeypatch: Any
 ) -> None:
     model = tiny_model("llama")
-    monkeypatch.setattr("radixkv.stream.STREAM_DELTAS", 8)
+    monkeypatch.setattr("radixkv.engine.stream.STREAM_DELTAS", 8)
     with Engine(model, byte_tokenizer, kv=kv()) as engine:
         fields: dict[str, Any] = dict(temperature=0, max_new_tokens=60, ignore_eos=True)
         expected = engine.generate("the engine", **fields).samples[0].token_ids

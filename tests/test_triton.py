@@ -12,18 +12,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from radixkv import bench_gpu, compiled, graphs, tiles
-from radixkv.attention import get_backend
-from radixkv.batch import Batch
-from radixkv.cli import main
-from radixkv.compiled import CompileJob, compile_kernel, faults_of
+from radixkv.attention.backend import get_backend, tiles
+from radixkv.attention.formats import KVCodec, KVSpec
+from radixkv.attention.reference import AttentionBatch
+from radixkv.attention.tiles import Tile
+from radixkv.bench import gpu as bench_gpu
+from radixkv.bench import gpu_compile as compiled
+from radixkv.bench.gpu_compile import CompileJob, compile_kernel, faults_of
+from radixkv.cli.main import main
 from radixkv.config import KVConfig
 from radixkv.errors import UnsupportedModelError
-from radixkv.graphs import DecodeGraphs
-from radixkv.models import cache_dir
-from radixkv.quant import KVCodec, KVSpec
-from radixkv.reference import AttentionBatch
-from radixkv.tiles import Tile
+from radixkv.models.batch import Batch
+from radixkv.models.graphs import DecodeGraphs
+from radixkv.models.small_model import cache_dir, graphs
 
 HERE = Path(__file__).resolve().parent
 CPU = torch.device("cpu")
@@ -54,7 +55,7 @@ def test_every_kernel_is_right_in_the_interpreter():
 
 def test_without_a_gpu_the_backend_says_how_to_have_it():
     code = (
-        "import torch\nfrom radixkv.attention import get_backend\n"
+        "import torch\nfrom radixkv.attention.backend import get_backend\n"
         "try:\n    get_backend('triton', torch.device('cpu'))\n"
         "except ValueError as error:\n    print(error)\n"
         "import sys\nassert 'triton' not in sys.modules\n"
@@ -72,7 +73,7 @@ def test_without_a_gpu_the_backend_says_how_to_have_it():
 def test_a_gpu_gets_triton_by_itself_and_an_unknown_device_the_plain_backend():
     assert get_backend("auto", torch.device("meta")).name == "torch"
     code = (
-        "import torch\nfrom radixkv.attention import get_backend\n"
+        "import torch\nfrom radixkv.attention.backend import get_backend\n"
         "print(get_backend('auto', torch.device('cuda')).name)"
     )
     assert run_python("-c", code).stdout == "triton\n"

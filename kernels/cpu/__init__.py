@@ -1,7 +1,7 @@
 """CPU kernels over quantized KV pages, and for the layers around them, compiled by Numba.
 
-Page layout: ``radixkv.quant``. Nothing here knows torch modules or radixkv: the callers pass
-addresses and sizes in one record, and a kernel is one C function ``void(record*)`` that any
+Page layout: ``radixkv.attention.formats``. Nothing here knows torch modules or radixkv: the callers
+pass addresses and sizes in one record, and a kernel is one C function ``void(record*)`` that any
 number of threads may run at once: each takes the next task from an atomic counter.
 
 How it is built. Row formats and head sizes are compile-time numbers, so one kernel is compiled

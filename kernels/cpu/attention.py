@@ -31,7 +31,6 @@ from radixkv_kernels.cpu.records import (
     CallMemory,
     PagePlaces,
     RowPlaces,
-    RuleTerms,
     StepTables,
     bad_number,
 )
@@ -247,15 +246,12 @@ class AttentionCall:
     ) -> None:
         """Attend; see `Step.attend`."""
         scale, window, softcap, sinks, slopes = rule
-        terms = RuleTerms(
-            0 if sinks is None else sinks.data_ptr(),
-            0 if slopes is None else slopes.data_ptr(),
-            window,
-            scale,
-            softcap,
-        )
+        sinks_at = 0 if sinks is None else sinks.data_ptr()
+        slopes_at = 0 if slopes is None else slopes.data_ptr()
         for launch, record, address, memory in self._launches:
             record[:] = launch.record  # the counters, too
+            # As `RuleTerms`, which takes longer to make than all to pack.
+            terms = sinks_at, slopes_at, window, scale, softcap
             LAYER.pack_into(record, 0, *self._rows, *places, *terms, *memory)
             run_kernel(launch.kernel, address, self._num_threads)
             bad_page, _, num_read = COUNTED.unpack_from(record, ARGS.itemsize + 2 * 8)

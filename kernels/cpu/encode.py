@@ -169,7 +169,7 @@ def encode_row(
 
 
 def _encode_int4(b: Any, dim: int, vectors: list[Any], codes: Any, scales: Any) -> None:
-    """Quantize a row of int4, its groups side by side; see radixkv.quant.Int4Format."""
+    """Quantize a row of int4, its groups side by side; see radixkv.attention.formats.Int4Format."""
     size, half = int4_group_size(dim), dim // 2
     row = b.bitcast(
         cgutils.alloca_once(b, ir.ArrayType(simd.F32, dim + LANES)), simd.I8.as_pointer()
@@ -239,7 +239,7 @@ def _encode_int4(b: Any, dim: int, vectors: list[Any], codes: Any, scales: Any) 
 def _combine_halves(b: Any, vectors: list[Any], combine: Callable[[Any, Any, Any], Any]) -> Any:
     """Combine the vectors of an int4 group, the first half with the second, down to one.
 
-    Missing ones (of a group below 32 elements) are zeros, as radixkv.quant adds them.
+    Missing ones (of a group below 32 elements) are zeros, as radixkv.attention.formats adds them.
     """
     vectors = vectors + [simd.constant(0.0)] * (INT4_GROUP // LANES - len(vectors))
     while len(vectors) > 1:

@@ -7,9 +7,9 @@ from typing import NamedTuple
 from radixkv_kernels.cpu import simd
 from radixkv_kernels.cpu.simd import LANES
 
-MIN_SCALE = 2.0**-100  # as radixkv.quant
-INT4_GROUP = 32  # elements that share an int4 scale, at most; as radixkv.quant
-INT4_SEARCH = (1.0, 0.93, 0.86, 0.8)  # as radixkv.quant
+MIN_SCALE = 2.0**-100  # as radixkv.attention.formats
+INT4_GROUP = 32  # elements that share an int4 scale, at most; as radixkv.attention.formats
+INT4_SEARCH = (1.0, 0.93, 0.86, 0.8)  # as radixkv.attention.formats
 MAX_HEAD_DIM = 1024
 _MAX_PAIR_DIM = 512  # 127 * 32767 * 512 just fits into int32; SPLIT rests on it as well
 
@@ -42,7 +42,7 @@ FORMATS = (
 
 
 def int4_group_size(head_dim: int) -> int:
-    """Elements of a row that share a scale (as radixkv.quant)."""
+    """Elements of a row that share a scale (as radixkv.attention.formats)."""
     return next(size for size in range(INT4_GROUP, 1, -2) if head_dim % size == 0)
 
 

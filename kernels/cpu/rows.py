@@ -92,7 +92,7 @@ def read_codes(
 
 
 def rotate_vectors(b: Any, vectors: list[Any], head_dim: int) -> list[Any]:
-    """Multiply a row by radixkv.quant.hadamard(head_dim), as butterflies in registers."""
+    """Multiply a row by attention.formats.hadamard(head_dim), as butterflies in registers."""
     size = head_dim & -head_dim
     stride = 1
     while stride < min(size, LANES):

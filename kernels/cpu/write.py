@@ -33,7 +33,7 @@ def _overflow_factor(form: RowFormat, rotate: bool) -> float:
     """With what rows are multiplied so that those overflow that may not be finite as stored.
 
     Exact but for FLOAT16 and BFLOAT16 pages, whose limits are no powers of two: rows that come
-    near them overflow as well. As `radixkv.quant.row_limit`.
+    near them overflow as well. As `radixkv.attention.formats.row_limit`.
     """
     block = form.head_dim & -form.head_dim
     exponent = 127 if form.fmt != FLOAT32 or rotate else 128  # of the limit
@@ -174,9 +174,9 @@ class Write:
             ValueError: a slot that the pool does not have.
         """
         record, alone = self._record, self._num_threads == 1
-        center = _NO_CENTER
+        center: tuple[int, int] = _NO_CENTER
         if k_center is not None:
-            center = Center(k_center.data_ptr(), 4 * k_center.stride(0))
+            center = k_center.data_ptr(), 4 * k_center.stride(0)
         record[_LAYER] = (*center, *places, *self._turn, *_COUNTERS_AT_FIRST)
         run_kernel(self._kernel, self._address, self._num_threads)
         bad_slot, not_finite = record[_NUM_WORDS + 2 :]

@@ -1,7 +1,8 @@
 """GPU kernels over quantized KV pages, in Triton: write, rotate, split, extend, merge, copy.
 
-Page layout: ``radixkv.quant``. Nothing here knows radixkv: the callers pass tensors and sizes.
-The pages of a layer are contiguous, so a stored row (one token of one KV head) has one number,
+Page layout: ``radixkv.attention.formats``. Nothing here knows radixkv: the callers pass tensors and
+sizes. The pages of a layer are contiguous, so a stored row (one token of one KV head) has one
+number,
 
     row = (page_id * num_kv_heads + head) * PAGE_SIZE + offset                (int64)
 

@@ -11,7 +11,7 @@ FP8_E5M2: tl.constexpr = tl.constexpr(2)
 INT4: tl.constexpr = tl.constexpr(3)
 MODEL: tl.constexpr = tl.constexpr(4)
 
-MIN_SCALE: tl.constexpr = tl.constexpr(2.0**-100)  # as radixkv.quant
+MIN_SCALE: tl.constexpr = tl.constexpr(2.0**-100)  # as radixkv.attention.formats
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
@@ -52,7 +52,7 @@ def rotate_rows(x, ROWS: tl.constexpr, BLOCK: tl.constexpr, LOG2: tl.constexpr):
 
 @triton.jit
 def sum_halves(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, LOG2: tl.constexpr):
-    """Sum of each row in the order of `radixkv.quant`: the halves, then theirs. [ROWS]."""
+    """Sum of each row in `radixkv.attention.formats`' order: the halves, then theirs. [ROWS]."""
     for i in tl.static_range(LOG2):
         a, b = tl.split(tl.permute(tl.reshape(x, (ROWS, 2, WIDTH // 2 ** (i + 1))), (0, 2, 1)))
         x = a + b

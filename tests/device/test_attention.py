@@ -11,11 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixkv import reference, triton_backend
+from radixkv.attention import reference
+from radixkv.attention import triton as triton_backend
+from radixkv.attention.formats import KVCodec, KVFormat, KVSpec, LayerPages, hadamard
+from radixkv.attention.reference import AttentionBatch, ScoreRule
+from radixkv.attention.shared_runs import SharedRun
 from radixkv.config import KVConfig
-from radixkv.groups import SharedRun
-from radixkv.quant import KVCodec, KVFormat, KVSpec, LayerPages, hadamard
-from radixkv.reference import AttentionBatch, ScoreRule
 
 # The interpreter computes with NumPy, which warns where a GPU goes on in silence.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

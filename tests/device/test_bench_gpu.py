@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from radixkv import bench_gpu, tiles, triton_backend
-from radixkv.bench_gpu import GpuBench
-from radixkv.tiles import Tile
+from radixkv.attention import tiles
+from radixkv.attention import triton as triton_backend
+from radixkv.attention.tiles import Tile
+from radixkv.bench import gpu as bench_gpu
+from radixkv.bench.gpu import GpuBench
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

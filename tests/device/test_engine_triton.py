@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from radixkv import Engine, KVConfig, NonFiniteError, triton_backend
-from radixkv.attention import get_backend
-from radixkv.graphs import DecodeGraphs, capture_cuda
-from radixkv.model import ModelRunner
+from radixkv import Engine, KVConfig, NonFiniteError
+from radixkv.attention import triton as triton_backend
+from radixkv.attention.backend import get_backend
+from radixkv.models.graphs import DecodeGraphs, capture_cuda
+from radixkv.models.runner import ModelRunner
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -53,7 +54,7 @@ def test_the_backend_is_found_by_name():
 
 
 def decode_graphs(engine: Engine) -> DecodeGraphs:
-    return engine._runner._graphs[1]
+    return engine.core.runner._graphs[1]
 
 
 def generate(engine: Engine):
@@ -96,7 +97,7 @@ def test_decode_in_padded_buckets_gives_every_bit_of_the_plain_step(tiny_model, 
     for frozen in (False, True):
         model = tiny_model(fresh=True, max_position_embeddings=32).to(DEVICE)
         with Engine(model, kv=kv, backend="triton") as engine:
-            capture = engine._runner._capture = Frozen(model) if frozen else None
+            capture = engine.core.runner._capture = Frozen(model) if frozen else None
             first = generate(engine)
             if capture:
                 assert len(decode_graphs(engine)) == 1  # three sequences, a bucket of four
@@ -116,7 +117,7 @@ def test_a_captured_step_gives_every_bit_of_the_plain_step(tiny_model, unprobed)
     for capture in (None, capture_cuda):
         model = tiny_model(fresh=True, max_position_embeddings=32).to(DEVICE)
         with Engine(model, kv=kv, backend="triton") as engine:
-            engine._runner._capture = capture
+            engine.core.runner._capture = capture
             outs.append([generate(engine), generate(engine)])
     assert outs[0] == outs[1]
 
@@ -184,7 +185,7 @@ def test_a_request_that_is_not_finite_leaves_nothing_behind_and_harms_no_other(
     for fault in (None, float("nan")):
         model = tiny_model(fresh=True, max_position_embeddings=32).to(DEVICE)
         with Engine(model, kv=kv, backend="triton") as engine:
-            assert engine._runner.k_center.isfinite().all()  # measured while the model is sound
+            assert engine.core.runner.k_center.isfinite().all()  # measured while the model is sound
             if fault is not None:
                 spoil(model, fault)
             requests = [*run_together(engine, good[:1]), *run_together(engine, [bad, good[1]])]
@@ -210,7 +211,7 @@ def test_what_a_step_noted_before_it_failed_is_no_fault_of_the_next(tiny_model, 
         raise RuntimeError("out of memory")
 
     with Engine(model, kv=KVConfig(page_size=4, capacity="256KiB"), backend="triton") as engine:
-        assert engine._runner.k_center.isfinite().all()
+        assert engine.core.runner.k_center.isfinite().all()
         spoil(model, float("nan"), then=fail)  # before the step's end, where faults are read
         bad, good = run_together(engine, [[5, BAD, 6], [90, 91, 92]])
         with pytest.raises(RuntimeError, match="out of memory"):

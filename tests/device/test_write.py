@@ -7,8 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixkv import KVConfig, KVSpec, NonFiniteError, PrefixCache, reference, triton_backend
-from radixkv.quant import KVCodec, KVFormat, LayerPages
+from radixkv import KVConfig, KVSpec, NonFiniteError, PrefixCache
+from radixkv.attention import reference
+from radixkv.attention import triton as triton_backend
+from radixkv.attention.formats import KVCodec, KVFormat, LayerPages
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

@@ -1,0 +1,334 @@
+"""The "cpu" backend: compiled kernels with the signatures of `radixkv.attention.reference`.
+
+Importing it loads Numba; `radixkv.attention.backend` does so only when the backend is asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from radixkv.attention import reference
+from radixkv.attention import sharing_cost as costs
+from radixkv.attention.formats import SCALE_DTYPE, KVCodec, KVFormat, LayerPages
+from radixkv.attention.reference import AttentionBatch, ScoreRule
+from radixkv_kernels import compile_cache
+from radixkv_kernels.cpu.attention import AttentionCall, Rule, Step
+from radixkv_kernels.cpu.formats import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    FP8,
+    FP8_E5M2,
+    INT4,
+    INT8,
+    RowFormat,
+    extends_in_rows,
+    shares,
+)
+from radixkv_kernels.cpu.plan import MAX_DECODE_GROUP, SPLIT, Plan, make_plan
+from radixkv_kernels.cpu.records import PagePlaces, page_places
+from radixkv_kernels.cpu.simd import processor
+from radixkv_kernels.cpu.write import Write
+
+_FORMATS = {
+    "int8": INT8,
+    "fp8": FP8,
+    "fp8_e5m2": FP8_E5M2,
+    "int4": INT4,
+    torch.float32: FLOAT32,
+    torch.float16: FLOAT16,
+    torch.bfloat16: BFLOAT16,
+}
+
+
+class _Stored(NamedTuple):
+    """How a codec's pages are stored, in the kernels' words; of K and of V."""
+
+    k: RowFormat
+    v: RowFormat
+    rotate: tuple[bool, bool]
+
+
+def _stored(codec: KVCodec) -> _Stored:
+    known: _Stored | None = codec.__dict__.get("_cpu_stored")
+    if known is None:
+        k, v = (
+            RowFormat(_FORMATS[f.code_dtype if f.name == "model" else f.name], f.head_dim)
+            for f in (codec.k_format, codec.v_format)
+        )
+        known = _Stored(k, v, (codec.rotate_k, codec.rotate_v))
+        codec.__dict__["_cpu_stored"] = known
+    return known
+
+
+def _places(layer: LayerPages) -> PagePlaces:
+    places: PagePlaces | None = layer.__dict__.get("_cpu_places")
+    if places is None:
+        places = layer.__dict__["_cpu_places"] = page_places(*layer)
+    return places
+
+
+def _rows(rows: Tensor) -> Tensor:
+    """float32 rows whose elements lie one after another."""
+    if rows.dtype is not torch.float32 or rows.requires_grad:
+        rows = rows.detach().float()
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def _packed(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if tensor.dtype is not dtype:
+        raise TypeError(f"{name}: expected {dtype}, got {tensor.dtype}")
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def write_kv(
+    codec: KVCodec,
+    layer: LayerPages,
+    slot_mapping: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layer_idx: int,
+    k_center: Tensor | None = None,
+) -> None:
+    """Quantize and scatter new tokens' K and V; see `radixkv.attention.reference.write_kv`.
+
+    Accuracy: without rotation, bit for bit that of the reference; with it, within one code
+    (the rotation adds in another order).
+    """
+    k_form, v_form, rotate = _stored(codec)
+    slots = _packed("slot_mapping", slot_mapping, torch.int64)
+    center = None if k_center is None else _rows(k_center)
+    rows = (_rows(k), _rows(v))
+    if not Write(k_form, v_form, slots, *rows, rotate=rotate).run(_places(layer), center):
+        # Its plain twin names the heads of rows that are refused, before it writes, too; and it
+        # writes rows that are only near what the kernel takes for too large.
+        reference.write_kv(codec, layer, slot_mapping, k, v, layer_idx=layer_idx, k_center=k_center)
+
+
+def _plan(codec: KVCodec, batch: AttentionBatch, group: int) -> Plan:
+    shared = []
+    spec, mode, stored = codec.spec, codec.config.shared_prefix, _stored(codec)
+    in_rows = extends_in_rows(stored.k, stored.v)
+    can = shares(stored.k, stored.v)
+    if mode != "never" and can and group <= MAX_DECODE_GROUP:
+        shared = _shared_splits(batch, codec.config.page_size, in_rows)
+    if shared and mode == "auto":
+        cost = costs.sharing_cost(_cost_key(codec, group), lambda: _measure(codec, group))
+        shared = _worthwhile(shared, batch, cost, spec.num_kv_heads)
+    return make_plan(
+        *batch.host_lens,
+        group,
+        in_rows=in_rows,
+        shared=shared,
+        num_kv_heads=spec.num_kv_heads,
+    )
+
+
+_Splits = list[tuple[NDArray[np.int64], int, int]]
+
+
+def _shared_splits(batch: AttentionBatch, page_size: int, chunks: bool) -> _Splits:
+    """The runs of splits that several new tokens see: sequences, first split, and after.
+
+    A split belongs to the run in which it ends: that run's sequences share all before it, too.
+    What follows a sequence's runs its own new tokens share, themselves among it. Without
+    ``chunks``, sequences with several new tokens have no part in it.
+    """
+    query_lens = batch.query_lens
+    shared: _Splits = []
+    ends = np.zeros(len(query_lens), np.int64)
+    for run in batch.runs:
+        start, stop = run.start * page_size // SPLIT, run.stop * page_size // SPLIT
+        seqs = run.seqs if chunks else run.seqs[query_lens[run.seqs] == 1]
+        if stop > start and len(seqs) > 1:
+            shared.append((seqs, start, stop))
+            ends[seqs] = stop
+    for seq in np.flatnonzero(query_lens > 1).tolist() if chunks else ():
+        after = -(-batch.host_lens[0][seq] // SPLIT)
+        shared.append((np.array([seq]), int(ends[seq]), after))
+    return shared
+
+
+def _worthwhile(
+    shared: _Splits, batch: AttentionBatch, cost: costs.SharingCost, num_kv_heads: int
+) -> _Splits:
+    """Those that save time; all of a sequence's splits before one of them do, too."""
+    kept, gain_s = [], 0.0
+    ends = np.zeros(len(batch.query_lens), np.int64)
+    for seqs, start, stop in shared:
+        gain = cost.gain_s(int(batch.query_lens[seqs].sum()))
+        if gain > 0 and (ends[seqs] == start).all():
+            kept.append((seqs, start, stop))
+            ends[seqs] = stop
+            gain_s += gain * (stop - start) * num_kv_heads
+    return kept if gain_s > cost.step_s * torch.get_num_threads() else []
+
+
+def _cost_key(codec: KVCodec, group: int) -> str:
+    spec, config = codec.spec, codec.config
+    return (
+        f"cpu {processor()} {compile_cache.build()}: K {codec.k_format.name} {spec.head_dim}, "
+        f"V {codec.v_format.name} {spec.v_head_dim}, {group} heads, pages of {config.page_size}, "
+        f"rotated {codec.rotate_k:d}{codec.rotate_v:d}"
+    )
+
+
+def _measure(codec: KVCodec, group: int) -> costs.SharingCost:
+    """Time a few small steps, shared and not, on pages of zeros; about 0.2 s."""
+    stored = _stored(codec)
+    # So many heads that the pages do not stay in the nearest cache from query to query.
+    num_heads, num_splits, page_size = 8, 2, codec.config.page_size
+    pages_a_split = SPLIT // page_size
+    queries, rounds = (2, 16), 3
+
+    def pages(form: KVFormat) -> tuple[Tensor, Tensor]:
+        shape = (num_splits * pages_a_split + 1, num_heads, page_size)
+        codes = torch.zeros(*shape, form.code_width, dtype=form.code_dtype)
+        return codes, torch.ones(*shape, form.num_scales, dtype=SCALE_DTYPE)
+
+    (k_pages, k_scale), (v_pages, v_scale) = pages(codec.k_format), pages(codec.v_format)
+    layer = LayerPages(k_pages, v_pages, k_scale, v_scale)
+    table = torch.arange(len(k_pages), dtype=torch.int32).repeat(max(queries), 1)
+
+    def step(num_seqs: int, splits: int, share: bool, num_threads: int) -> Callable[[], object]:
+        seq_lens = [splits * SPLIT + 1] * num_seqs
+        starts = list(range(num_seqs + 1))
+        shared = [(np.arange(num_seqs), 0, splits)] if share else []
+        # As with many heads, whose splits are not cut further to give every thread some work.
+        plan = make_plan(
+            seq_lens,
+            starts,
+            group,
+            in_rows=extends_in_rows(stored.k, stored.v),
+            shared=shared,
+            num_kv_heads=1 << 10,
+        )
+        tables = (
+            table[:num_seqs],
+            torch.tensor(seq_lens, dtype=torch.int32),
+            torch.tensor(starts, dtype=torch.int32),
+        )
+        call = Step(plan, stored.k, stored.v, num_heads * group, num_heads, stored.rotate, *tables)
+        q = torch.ones(num_seqs, num_heads * group, stored.k.head_dim, dtype=torch.float32)
+        return partial(call.attend, _places(layer), q, Rule(1.0), num_threads=num_threads)
+
+    def least(calls: list[Callable[[], object]], clock: Callable[[], float]) -> list[float]:
+        taken = np.empty((rounds + 1, len(calls)))  # the first round is for the caches
+        for row in taken:
+            for i, call in enumerate(calls):
+                begin = clock()
+                call()
+                row[i] = clock() - begin
+        return [float(seconds) for seconds in taken[1:].min(axis=0)]
+
+    # What a call costs that does next to nothing: a step that shares makes one more.
+    (call_s,) = least([step(1, 0, False, 1)], time.thread_time)
+    (step_s,) = least([step(1, 0, False, torch.get_num_threads())], time.perf_counter)
+    steps = [step(n, num_splits, share, 1) for n in queries for share in (False, True)]
+    alone_few, few, alone_many, many = least(steps, time.thread_time)
+    stretches = num_splits * num_heads
+    return costs.SharingCost.fit(
+        (queries[0], (alone_few - few + call_s) / stretches),
+        (queries[1], (alone_many - many + call_s) / stretches),
+        step_s,
+    )
+
+
+def _step(codec: KVCodec, batch: AttentionBatch, num_q_heads: int, head_dim: int) -> Step:
+    stored, num_kv_heads = _stored(codec), codec.spec.num_kv_heads
+    return Step(
+        _plan(codec, batch, max(1, num_q_heads // num_kv_heads)),
+        stored.k._replace(head_dim=head_dim),
+        stored.v,
+        num_q_heads,
+        num_kv_heads,
+        stored.rotate,
+        _packed("page_table", batch.page_table, torch.int32),
+        _packed("seq_lens", batch.seq_lens, torch.int32),
+        _packed("cu_seqlens_q", batch.cu_seqlens_q, torch.int32),
+    )
+
+
+def paged_attention(
+    codec: KVCodec, layer: LayerPages, q: Tensor, batch: AttentionBatch, rule: ScoreRule
+) -> Tensor:
+    """Attend new tokens to stored pages; see `radixkv.attention.reference.paged_attention`.
+
+    Runs of ``batch.runs`` are read once where `KVConfig.shared_prefix` says so; that changes no
+    bit of the result (formats that are read as floats: what float rounding does).
+
+    Accuracy: float32 arithmetic; a sequence's result does not depend on the rest of the batch.
+    """
+    out: Tensor = _step_of(codec, batch, q).attend(
+        _places(layer),
+        _rows(q),
+        _terms(rule, q),
+    )
+    return out if out.dtype is q.dtype else out.to(q.dtype)
+
+
+def prepare(
+    codec: KVCodec, batch: AttentionBatch, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+) -> Callable[[LayerPages, int, Tensor | None, ScoreRule], None]:
+    """`write_kv` and `paged_attention` for layers whose rows lie in the same memory.
+
+    Args:
+        q: [num_tokens, num_q_heads, head_dim] float32, as k and v; last dimension contiguous.
+        out: what attention gives. [num_tokens, num_q_heads, v_head_dim] float32, contiguous.
+    Returns:
+        what writes and attends to one layer's pages, on this thread: called with its pages,
+        its index, its ``k_center`` (float32) and its rule.
+    """
+    k_form, v_form, rotate = _stored(codec)
+    slots = _packed("slot_mapping", batch.slot_mapping, torch.int64)
+    write = Write(k_form, v_form, slots, k, v, rotate=rotate).run
+    attend = AttentionCall(_step_of(codec, batch, q), q, out).run
+
+    def run(layer: LayerPages, layer_idx: int, k_center: Tensor | None, rule: ScoreRule) -> None:
+        places = _places(layer)
+        if not write(places, k_center):
+            reference.write_kv(codec, layer, slots, k, v, layer_idx=layer_idx, k_center=k_center)
+        attend(places, _terms(rule, q))
+
+    return run
+
+
+def _terms(rule: ScoreRule, q: Tensor) -> Rule:
+    """A rule in the kernels' words, once it is known to fit the heads of q."""
+    known: tuple[int, Rule] | None = rule.__dict__.get("_cpu_terms")
+    if known is not None and known[0] == q.shape[1]:
+        return known[1]
+    rule.require_heads(q.shape[1], q.device)
+    sinks, slopes = (
+        None if one is None else one.detach().float().contiguous()
+        for one in (rule.sinks, rule.alibi_slopes)
+    )
+    terms = Rule(rule.softmax_scale, rule.sliding_window or 0, rule.softcap or 0.0, sinks, slopes)
+    if all(
+        mine is None or mine.data_ptr() == own.data_ptr()  # a copy would not see later changes
+        for mine, own in ((sinks, rule.sinks), (slopes, rule.alibi_slopes))
+        if own is not None
+    ):
+        rule.__dict__["_cpu_terms"] = (q.shape[1], terms)
+    return terms
+
+
+def _step_of(codec: KVCodec, batch: AttentionBatch, q: Tensor) -> Step:
+    """What the layers of a step have in common; one batch serves them all."""
+    _, num_q_heads, head_dim = q.shape
+    steps = batch.__dict__.setdefault("_cpu_steps", {})
+    key = (id(codec), num_q_heads, head_dim)
+    if key not in steps:
+        steps[key] = (codec, _step(codec, batch, num_q_heads, head_dim))
+    step: Step = steps[key][1]  # the codec is kept too: its id stays its own
+    batch.reads.tokens, batch.reads.tokens_alone = step.plan.tokens, step.plan.tokens_alone
+    return step

@@ -1,0 +1,1 @@
+"""The command `radixkv`; see README.md."""

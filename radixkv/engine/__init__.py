@@ -1,0 +1,1 @@
+"""Prompts in, text out; see README.md."""

@@ -1,0 +1,1 @@
+"""Other libraries on an engine; see README.md."""

@@ -1,0 +1,1 @@
+"""What the command line does besides asking an engine; see README.md."""
