@@ -24,26 +24,20 @@ from pathlib import Path
 from fuzz.mutants import ROOT, Site, mutate, sites
 
 #: What measures or draws and is not part of what a caller gets.
-_LEFT_OUT = re.compile(r"radixkv/(bench|demo|cli|triton|compiled|tiles)")
+_LEFT_OUT = re.compile(r"radixkv/(bench|cli|tools/demo|attention/(triton|tiles))")
 
 
 def changed_lines(since: str) -> dict[str, set[int]]:
-    """Lines of the package that came after a commit, by file."""
-    diff = subprocess.run(
-        ["git", "diff", "-U0", "--find-renames", since, "--", "radixkv"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    """Lines of the package that came after a commit, by file; what was only moved did not."""
+    listed = ["git", "ls-files", "radixkv/*.py"]
+    files = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     found: dict[str, set[int]] = {}
-    lines: set[int] = set()
-    for line in diff.splitlines():
-        if line.startswith("+++ "):
-            lines = found.setdefault(line.removeprefix("+++ b/"), set())
-        elif hunk := re.match(r"@@ .* \+(\d+)(?:,(\d+))? @@", line):
-            start, count = int(hunk[1]), int(hunk[2] or 1)
-            lines.update(range(start, start + count))
+    for file in files.splitlines():
+        # -C twice: moved from any file of the commit that made this one.
+        command = ["git", "blame", "-s", "-w", "-M", "-C", "-C", f"{since}..HEAD", "--", file]
+        blame = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        lines = enumerate(blame.stdout.splitlines(), 1)
+        found[file] = {number for number, line in lines if not line.startswith("^")}
     return found
 
 

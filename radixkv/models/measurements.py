@@ -31,6 +31,7 @@ FOLDER_NAME = "measured"
 MAX_FILES = 32
 _WORTH_BYTES = 1 << 26  # of weights: less is measured as soon as it is read
 _HOMES = ("torch.", "transformers.", "radixkv.")  # whose code is known by its version or bytes
+_LIBRARY = Path(__file__).resolve().parent.parent
 _PACKAGES = ("transformers", "numba", "llvmlite", "numpy", "triton")
 _CPU_LINES = ("model name", "flags", "Features", "CPU part")
 _SETTINGS = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_OPT")
@@ -97,7 +98,7 @@ def _put_by_others(module: nn.Module) -> dict[str, Any]:
 def _name(model: nn.Module) -> str:
     """One name for all that a measurement of ``model`` depends on."""
     digest = xxhash.xxh3_128(json.dumps(fingerprint(model), sort_keys=True).encode())
-    digest.update(sources.digest_of(Path(__file__).parent, sources.FOLDER).encode())
+    digest.update(sources.digest_of(_LIBRARY, sources.FOLDER).encode())
     digest.update(repr(_surroundings(model)).encode())
     return digest.hexdigest()
 
