@@ -168,7 +168,7 @@ def add_kernels(faults: Faults, engine: Engine) -> None:
         run = make(codec, batch, q, *rest)
         return None if run is None else faults.wrap("kernel: prepared layer", run)
 
-    engine.cache.backend = dataclasses.replace(
+    engine.cache.core.backend = dataclasses.replace(
         backend,
         write_kv=faults.wrap("kernel: write_kv", backend.write_kv),
         paged_attention=faults.wrap("kernel: paged_attention", backend.paged_attention),
@@ -194,7 +194,7 @@ def require_idle(engine: Engine) -> None:
         scheduler = engine.core.scheduler
         assert not engine.core.has_requests, "a request that never ended"
         assert not scheduler.waiting and not scheduler.running, "a lost sequence"
-        assert not engine.cache._leases, "a lease that nobody released"
+        assert not engine.cache.core.leases, "a lease that nobody released"
         require_sums(engine)
         stats = engine.cache.stats()
         assert stats.pages_pinned == stats.pages_private == 0, stats

@@ -180,7 +180,7 @@ def run(engine: Engine, fields: dict[str, Any], prompt: Any, kind: type) -> bool
         engine.step()
     assert request.done
     assert request.error is None or isinstance(request.error, DOCUMENTED), request.error
-    assert not engine.cache._leases
+    assert not engine.cache.core.leases
     return request.error is None
 
 

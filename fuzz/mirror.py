@@ -11,7 +11,9 @@ import numpy as np
 import torch
 
 from radixkv.attention.formats import KVSpec, LayerPages
-from radixkv.cache.lease import Lease, Pin
+from radixkv.cache.core import CacheCore
+from radixkv.cache.lease import Lease
+from radixkv.cache.pin import Pin
 from radixkv.cache.pool import PagePool, PageStorage, load_kernel
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.tree import RadixTree
@@ -70,7 +72,7 @@ class Mirror:
             assert len(texts) == 2 and texts[0] == texts[1], (texts, answers)
             raise errors[0]
         first, second = answers
-        if isinstance(first, (Lease, Pin)):
+        if isinstance(first, (CacheCore, Lease, Pin)):
             return Mirror(first, second)
         if not isinstance(first, (PagePool, RadixTree, PageStorage, LayerPages)):
             assert _plain(first) == _plain(second), f"{first!r:.2000}\n{second!r:.2000}"

@@ -61,9 +61,9 @@ class Twins:
         )
         self.cache = mirrored_cache(SPEC, config)
         assert isinstance(self.cache, Mirror), "the compiled tree needs Numba"
-        self.cache._now = lambda: self.now
+        self.cache.core.now = lambda: self.now
         # Every lease is given back here, and a collection takes as long as a thousand steps.
-        self.cache.collect_garbage = lambda: False
+        self.cache.core.collect_garbage = lambda: False
         for cache in self.cache.pair:  # nothing is written here, and both save the same
             for stored in cache.storage.pages:
                 stored.zero_()

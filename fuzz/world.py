@@ -22,7 +22,8 @@ import torch
 
 from fuzz.mirror import compare, mirrored_cache
 from radixkv.attention.formats import KVSpec
-from radixkv.cache.lease import Lease, Pin
+from radixkv.cache.lease import Lease
+from radixkv.cache.pin import Pin
 from radixkv.cache.prefix_cache import _ALL, PrefixCache
 from radixkv.cache.tree import EXPIRED
 from radixkv.config import KVConfig
@@ -122,10 +123,10 @@ class World:
             if self.twins
             else PrefixCache(SPEC, config, backend="torch")
         )
-        self.cache._now = lambda: self.now
+        self.cache.core.now = lambda: self.now
         # A collection takes as long as a thousand steps, and many steps are refused.
-        collect, num_refused = self.cache.collect_garbage, itertools.count(1)
-        self.cache.collect_garbage = lambda: next(num_refused) % 1000 == 0 and collect()  # type: ignore[method-assign]
+        collect, num_refused = self.cache.core.collect_garbage, itertools.count(1)
+        self.cache.core.collect_garbage = lambda: next(num_refused) % 1000 == 0 and collect()  # type: ignore[method-assign]
         self.tree: dict[object, dict[Tokens, Cached]] = {}
         self.clock = 0
         self.counts = dict.fromkeys(("lookups", "lookup_tokens", "hit_tokens", "evicted", "cow"), 0)

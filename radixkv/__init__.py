@@ -27,7 +27,7 @@ _HOME = {
     "KVSpec": "attention.formats",
     "CacheStats": "cache.stats",
     "Lease": "cache.lease",
-    "Pin": "cache.lease",
+    "Pin": "cache.pin",
     "PrefixCache": "cache.prefix_cache",
     "Branch": "engine.branch",
     "Delta": "engine.results",
@@ -57,7 +57,7 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from radixkv.attention.formats import KVSpec as KVSpec
     from radixkv.cache.lease import Lease as Lease
-    from radixkv.cache.lease import Pin as Pin
+    from radixkv.cache.pin import Pin as Pin
     from radixkv.cache.prefix_cache import PrefixCache as PrefixCache
     from radixkv.cache.stats import CacheStats as CacheStats
     from radixkv.cache.tree import RadixTree as RadixTree

@@ -561,7 +561,7 @@ def test_what_is_forgotten_is_no_cycle_and_holds_no_page(tiny_model: Any, forget
             with engine.core.step_lock:  # the step that ended the last request is over
                 stats = engine.cache.stats()
             assert stats.pages_pinned == stats.pages_private == 0
-            assert not engine.cache._leases
+            assert not engine.cache.core.leases
             gc.set_debug(gc.DEBUG_SAVEALL)
             gc.collect()
             ours = {
@@ -660,7 +660,7 @@ def test_a_branch_dropped_inside_a_call_of_the_cache_waits_for_its_end(tiny_mode
     with Engine(tiny_model("llama"), kv=kv()) as engine:
         branch = engine.open(PIECES[3])
         branch.generate(max_new_tokens=2)
-        with engine.cache._guard:
+        with engine.cache.core.guard:
             held = engine.cache.pool.num_free
             del branch
             assert engine.cache.pool.num_free == held
@@ -670,7 +670,7 @@ def test_a_branch_dropped_inside_a_call_of_the_cache_waits_for_its_end(tiny_mode
         held_here, go_on = threading.Event(), threading.Event()
 
         def hold() -> None:
-            with engine.cache._guard:
+            with engine.cache.core.guard:
                 held_here.set()
                 go_on.wait(60)
 

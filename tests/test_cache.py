@@ -299,7 +299,7 @@ def test_use_after_release_is_refused() -> None:
 def test_pins_hold_to_their_budget_and_end_with_their_time() -> None:
     cache = make(2, 8, pin_share=0.5)
     now = 100.0
-    cache._now = lambda: now
+    cache.core.now = lambda: now
     put(cache, [1, 2, 3, 4])
     put(cache, [5, 6, 7, 8, 9, 10])
     pin = cache.pin([1, 2, 3, 4], ttl=5)
@@ -532,9 +532,9 @@ def test_no_thread_can_look_while_a_lease_is_half_released() -> None:
     was_free = []
 
     def look() -> None:
-        was_free.append(cache._guard.lock.acquire(blocking=False))
+        was_free.append(cache.core.guard.lock.acquire(blocking=False))
         if was_free[-1]:
-            cache._guard.lock.release()
+            cache.core.guard.lock.release()
 
     class Watched(dict[int, Any]):
         def pop(self, *args: Any) -> Any:
@@ -543,7 +543,7 @@ def test_no_thread_can_look_while_a_lease_is_half_released() -> None:
             thread.join()
             return super().pop(*args)
 
-    cache._leases = Watched(cache._leases)
+    cache.core.leases = Watched(cache.core.leases)
     lease.release()
     assert was_free == [False]
     cache.check()

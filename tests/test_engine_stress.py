@@ -206,7 +206,7 @@ busy = threading.Thread(target=lambda: engine.generate(prompts, **fields))
 busy.start()
 branch, stream = engine.open([5, 6, 7, 8]), engine.stream([5, 6], **fields)
 first = next(stream)
-held = engine.core.changed, engine.cache._guard.lock  # as another thread may hold them then
+held = engine.core.changed, engine.cache.core.guard.lock  # as another thread may hold them then
 with held[0], held[1]:
     child = os.fork()
 if not child:

@@ -19,7 +19,7 @@ from radixkv.attention.backend import get_backend, reference
 from radixkv.attention.formats import KVCodec, KVSpec, hadamard
 from radixkv.attention.reference import KVReads, ScoreRule
 from radixkv.attention.shared_runs import PageTables, SharedRun, find_runs
-from radixkv.cache.lease import Lease
+from radixkv.cache.lease import Lease, attention_batch
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.config import KVConfig
 from radixkv.engine.engine import Engine
@@ -239,7 +239,7 @@ class Forest:
         for lease in self.leases:
             self._write(lease, query_len)
         self.lengths = [lease.num_tokens for lease in self.leases]
-        self.batch = self.cache._attention_batch(self.leases, [query_len] * len(self.leases))
+        self.batch = attention_batch(self.cache.core, self.leases, [query_len] * len(self.leases))
         for lease in self.leases:
             lease.release()
         self.q = torch.randn(query_len * len(self.leases), num_kv_heads * group, head_dim)

@@ -40,7 +40,7 @@ def random_ids(num_tokens: int, seed: int) -> list[int]:
 def check_idle(engine: Engine) -> None:
     with engine.core.step_lock:  # the last step is over
         assert not engine.core._live and not engine.core._inbox
-        assert not engine.cache._leases
+        assert not engine.cache.core.leases
         engine.cache.check()
         stats = engine.cache.stats()
         assert stats.pages_free + stats.pages_cached == stats.pages_total

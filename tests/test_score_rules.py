@@ -20,6 +20,7 @@ from radixkv import KVConfig, KVSpec, NonFiniteError, PrefixCache
 from radixkv.attention.backend import get_backend
 from radixkv.attention.formats import KVCodec, row_limit
 from radixkv.attention.reference import ScoreRule, attend_dense, rotate_rows
+from radixkv.cache.lease import attention_batch
 
 HERE = Path(__file__).resolve().parent
 BACKENDS = ("torch", "cpu")  # and "triton", in a process of its own
@@ -336,7 +337,7 @@ def test_a_backend_that_is_called_by_itself_reads_past_no_end(backend):
     run = get_backend(backend, torch.device("cpu")).paged_attention
     with cache.acquire([1, 2, 3]) as lease:
         lease.write(0, rows(3), rows(3))
-        batch = cache._attention_batch([lease], [3])
+        batch = attention_batch(cache.core, [lease], [3])
         for field in ("sinks", "alibi_slopes"):
             rule = ScoreRule(softmax_scale=1.0, **{field: torch.zeros(HEADS)})
             run(cache.codec, cache.layer(0), rows(3, HEADS), batch, rule)

@@ -422,7 +422,7 @@ def test_size_is_that_of_the_pages(tmp_path: Path) -> None:
 def test_counts_priorities_and_times_to_live_are_kept(tmp_path: Path, eviction: str) -> None:
     path = tmp_path / "cache.rkv"
     cache, other = make(4, eviction=eviction), make(4, eviction=eviction)
-    cache._now, other._now = (lambda: 1000.0), (lambda: 5.0)
+    cache.core.now, other.core.now = (lambda: 1000.0), (lambda: 5.0)
     for number in range(6):
         options: dict[str, Any] = {}
         if eviction == "priority":
@@ -432,7 +432,7 @@ def test_counts_priorities_and_times_to_live_are_kept(tmp_path: Path, eviction: 
     cache.save(path)
     other.load(path)
     for now, clock in ((1000.0, 5.0), (1004.0, 9.0)):
-        cache._now, other._now = (lambda n=now: n), (lambda c=clock: c)
+        cache.core.now, other.core.now = (lambda n=now: n), (lambda c=clock: c)
         cache.save(path)
         assert cache.evict(8) == other.evict(8) == 8
         found = [cache.match([100 + number] * 8) for number in range(6)]

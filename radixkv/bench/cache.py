@@ -345,7 +345,7 @@ def run_growth(num_nodes: int, *, page_size: int = 16, seed: int = 0) -> GrowthR
         match_us=match_us,
         evict_us=_median_us(lambda: cache.evict(page_size), min(300, num_nodes // 4)),
         evict_batch_us=_median_us(lambda: cache.evict(many * page_size), 50) / many,
-        host_bytes_per_token=(tree.pool.nbytes + cache._pin_count.nbytes) / num_tokens,
+        host_bytes_per_token=(tree.pool.nbytes + cache.core.pins.counts.nbytes) / num_tokens,
     )
 
 

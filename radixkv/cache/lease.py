@@ -1,4 +1,4 @@
-"""A sequence's use of a cache: its lease, and the pin that keeps a prefix there.
+"""A sequence's use of a cache: its lease, and attention over many of them.
 
 A page with more than one owner is never written: it is copied first. What is committed becomes
 findable; what is not is freed on release.
@@ -9,23 +9,24 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import fields
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from radixkv.attention.reference import AttentionBatch
+from radixkv.attention.reference import AttentionBatch, ScoreRule
+from radixkv.cache.core import CacheCore
 from radixkv.cache.pool import PageIds
 from radixkv.cache.tree import Tokens, decode_tokens
 from radixkv.config import require_int
 from radixkv.errors import CapacityError
 
-if TYPE_CHECKING:
-    from radixkv.cache.prefix_cache import PrefixCache
+_RULE_FIELDS = {field.name for field in fields(ScoreRule)} - {"softmax_scale"}
 
 
 class Lease:
@@ -37,8 +38,8 @@ class Lease:
     __slots__ = (
         "__weakref__",
         "_batch",
-        "_cache",
         "_chunk_start",
+        "_core",
         "_namespace",
         "_num_cached",
         "_num_pages",
@@ -51,14 +52,14 @@ class Lease:
 
     def __init__(
         self,
-        cache: PrefixCache,
+        core: CacheCore,
         tokens: Tokens,
         page_ids: PageIds,
         num_cached: int,
         namespace: Hashable,
         written: list[int],
     ) -> None:
-        self._cache = cache
+        self._core = core
         self._tokens = tokens  # room for more than are used
         self._num_tokens = tokens.size
         self._pages = page_ids  # as above
@@ -69,7 +70,7 @@ class Lease:
         self._chunk_start = written[0]  # tokens from here on came last: the queries of attend
         self._batch: tuple[int, AttentionBatch] | None = None
         self._released = False
-        cache._leases[id(self)] = weakref.ref(self)
+        core.leases[id(self)] = weakref.ref(self)
 
     # --- what it is --------------------------------------------------------------------
 
@@ -104,9 +105,9 @@ class Lease:
         return self._released
 
     @property
-    def cache(self) -> PrefixCache:
+    def core(self) -> CacheCore:
         """The cache whose pages these are."""
-        return self._cache
+        return self._core
 
     @property
     def page_ids(self) -> NDArray[np.int32]:
@@ -126,7 +127,7 @@ class Lease:
             raise ValueError(
                 f"slots: expected 0 <= start <= stop <= {num_tokens}, got {start}, {stop}"
             )
-        page_size = self._cache.page_size
+        page_size = self._core.page_size
         if stop - start == 1:
             page = self._pages.item(start // page_size)
             return np.array([page * page_size + start % page_size], dtype=np.int64)
@@ -141,10 +142,10 @@ class Lease:
         Shared pages among them are copied first. Valid until the next call on the lease.
         """
         self._require_open()
-        cache = self._cache
+        core = self._core
         start = self.num_written
         self._make_own(start)
-        return torch.from_numpy(self.slots(start)).to(cache.device)
+        return torch.from_numpy(self.slots(start)).to(core.device)
 
     # --- KV ----------------------------------------------------------------------------
 
@@ -160,13 +161,13 @@ class Lease:
             CapacityError: a shared page had to be copied and no page is left.
         """
         self._require_open()
-        cache = self._cache
-        layer_idx = cache._require_layer(layer)
+        core = self._core
+        layer_idx = require_layer(core, layer)
         start, stop = self._written[layer_idx], self.num_tokens
-        spec = cache.spec
+        spec = core.spec
         for name, rows, width in (("k", k, spec.head_dim), ("v", v, spec.v_head_dim)):
             shape = (stop - start, spec.num_kv_heads, width)
-            require_floats(name, rows, cache.device)
+            require_floats(name, rows, core.device)
             if tuple(rows.shape) != shape:
                 raise ValueError(
                     f"{name}: expected shape {list(shape)} (tokens {start} to {stop} have no KV "
@@ -175,11 +176,11 @@ class Lease:
         if start == stop:
             return
         self._make_own(start)
-        with cache._guard:
-            slots = torch.from_numpy(self.slots(start)).to(cache.device)
-            pages = cache.storage.layer(layer_idx)
-            cache.backend.write_kv(cache.codec, pages, slots, k, v, layer_idx=layer_idx)
-            cache.backend.settle(cache.codec)
+        with core.guard:
+            slots = torch.from_numpy(self.slots(start)).to(core.device)
+            pages = core.storage.layer(layer_idx)
+            core.backend.write_kv(core.codec, pages, slots, k, v, layer_idx=layer_idx)
+            core.backend.settle(core.codec)
             self._written[layer_idx] = stop
 
     def mark_written(self, num_tokens: int | None = None) -> None:
@@ -203,7 +204,7 @@ class Lease:
         Raises:
             ValueError, TypeError: as `PrefixCache.attend_batch`.
         """
-        return self._cache.attend_batch(layer, q, [self], softmax_scale=softmax_scale, **rule)
+        return attend_batch(self._core, layer, q, [self], softmax_scale=softmax_scale, **rule)
 
     # --- growing, sharing, shrinking ---------------------------------------------------
 
@@ -218,13 +219,13 @@ class Lease:
         Complexity: O(new tokens).
         """
         self._require_open()
-        tokens = self._cache.tree.encode(token_ids)
+        tokens = self._core.tree.encode(token_ids)
         if tokens.size:
             try:
                 self.extend_encoded(tokens)
                 return
             except CapacityError:
-                if not self._cache.collect_garbage():
+                if not self._core.collect_garbage():
                     raise
             self.extend_encoded(tokens)
 
@@ -234,10 +235,10 @@ class Lease:
         For a caller who can wait: want of pages is said at once, without a look for garbage.
         """
         self._require_open()
-        cache = self._cache
+        core = self._core
         old = self._num_tokens
         new = old + len(tokens)
-        page_size = cache.page_size
+        page_size = core.page_size
         more = -(-new // page_size) - self._num_pages
         if new > self._tokens.size:
             grown = np.empty(max(new, 2 * self._tokens.size), dtype=np.int32)
@@ -245,13 +246,13 @@ class Lease:
             self._tokens = grown
         self._tokens[old:new] = tokens
         # A page that this lease alone owns stays so whatever other threads do: no lock for it.
-        if more or (old % page_size and cache.pool.count(self._pages[self._num_pages - 1]) > 1):
-            cache._guard.enter()
+        if more or (old % page_size and core.pool.count(self._pages[self._num_pages - 1]) > 1):
+            core.guard.enter()
             try:
                 self._make_room(old, more)
                 self._num_tokens = new  # here: other threads count pages and tokens
             finally:
-                cache._guard.leave()
+                core.guard.leave()
         else:
             self._num_tokens = new
         if self.num_written == old:
@@ -260,13 +261,13 @@ class Lease:
 
     def _make_room(self, old: int, more: int) -> None:
         """Append ``more`` pages; copy a part-filled last page of ``old`` tokens that is shared."""
-        cache = self._cache
+        core = self._core
         tail = self._num_pages - 1
-        in_part = old - tail * cache.page_size
+        in_part = old - tail * core.page_size
         copies = int(
-            tail >= 0 and in_part < cache.page_size and cache.pool.count(self._pages[tail]) > 1
+            tail >= 0 and in_part < core.page_size and core.pool.count(self._pages[tail]) > 1
         )
-        pages = cache._allocate(more + copies, "extend")
+        pages = core.allocate(more + copies, "extend")
         try:
             if copies:
                 self._replace(tail, int(pages[-1]), in_part)
@@ -274,18 +275,18 @@ class Lease:
             if more:
                 self._append(pages)
         except BaseException:
-            cache.pool.drop(pages)  # those that are not the lease's yet
+            core.pool.drop(pages)  # those that are not the lease's yet
             raise
 
     def fork(self) -> Lease:
         """A second lease on the same pages; nothing is copied until one of them writes."""
         self._require_open()
-        cache = self._cache
-        with cache._guard:
+        core = self._core
+        with core.guard:
             pages = self._pages[: self._num_pages].copy()
             tokens, written = self._tokens[: self._num_tokens].copy(), list(self._written)
-            cache.pool.hold(pages)
-            other = Lease(cache, tokens, pages, self._num_cached, self._namespace, written)
+            core.pool.hold(pages)
+            other = Lease(core, tokens, pages, self._num_cached, self._namespace, written)
             other._chunk_start = self._chunk_start
             return other
 
@@ -293,9 +294,9 @@ class Lease:
         """Forget all but the first ``num_tokens`` tokens; pages past them are given back."""
         self._require_open()
         num_tokens = require_int("num_tokens", num_tokens, 0, self.num_tokens)
-        cache = self._cache
-        with cache._guard:
-            keep = -(-num_tokens // cache.page_size)
+        core = self._core
+        with core.guard:
+            keep = -(-num_tokens // core.page_size)
             gone = self._pages[keep : self._num_pages].copy()
             self._num_pages = keep
             self._num_tokens = num_tokens
@@ -304,7 +305,7 @@ class Lease:
             self._chunk_start = min(num_tokens, self._chunk_start)
             self._batch = None
             if gone.size:
-                cache.pool.drop(gone)
+                core.pool.drop(gone)
 
     def commit(
         self,
@@ -331,12 +332,12 @@ class Lease:
                 num_tokens = require_int("num_tokens", num_tokens, 0, self._num_tokens)
             if num_tokens > min(self._written):
                 self._written = [max(num_tokens, written) for written in self._written]
-        cache = self._cache
-        cache._guard.enter()
+        core = self._core
+        core.guard.enter()
         try:
             if not num_tokens:
                 return
-            changed = cache.tree.insert(
+            changed = core.tree.insert(
                 self._tokens,
                 self._pages,
                 self._namespace,
@@ -344,19 +345,19 @@ class Lease:
                 # Its last page may hold tokens that the tree's page has not.
                 own_last=num_tokens == self._num_tokens,
                 priority=priority,
-                expires=None if ttl is None else cache._now() + ttl,
+                expires=None if ttl is None else core.now() + ttl,
             )
             if changed:
                 self._batch = None
         finally:
-            cache._guard.leave()
+            core.guard.leave()
 
     def release(self) -> None:
         """Give the pages back; committed ones stay cached. Calling it again does nothing."""
         if self._released:
             return
         self._released = True
-        self._cache._give_back(self._pages[: self._num_pages], id(self))
+        self._core.give_back(self._pages[: self._num_pages], id(self))
 
     def abandon(self) -> None:
         """As `release`, from a destructor: it waits for no other thread.
@@ -366,10 +367,8 @@ class Lease:
         if self._released:
             return
         self._released = True
-        cache = self._cache
-        cache._leases.pop(id(self), None)
-        cache._returned.append(self._pages[: self._num_pages])
-        cache._reclaim_if_idle()
+        core = self._core
+        core.give_back_unwaiting(self._pages[: self._num_pages], id(self))
 
     def __enter__(self) -> Self:
         self._require_open()
@@ -412,87 +411,45 @@ class Lease:
 
     def _replace(self, index: int, page_id: int, num_tokens: int) -> None:
         """Copy the page at ``index`` to ``page_id``, which takes its place."""
-        cache = self._cache
+        core = self._core
         old = self._pages[index : index + 1].copy()
-        cache.storage.copy_page(int(old[0]), page_id, num_tokens)
-        cache.cow_copies += 1
+        core.storage.copy_page(int(old[0]), page_id, num_tokens)
+        core.cow_copies += 1
         self._pages[index] = page_id
-        cache.pool.drop(old)
+        core.pool.drop(old)
         self._batch = None
 
     def _make_own(self, start: int) -> None:
         """As `_own`, outside of the lock; for want of pages once more after collecting garbage."""
-        cache = self._cache
+        core = self._core
         try:
-            with cache._guard:
+            with core.guard:
                 self._own(start)
             return
         except CapacityError:
-            if not cache.collect_garbage():
+            if not core.collect_garbage():
                 raise
-        with cache._guard:
+        with core.guard:
             self._own(start)
 
     def _own(self, start: int) -> None:
         """Make the pages of tokens from ``start`` on this lease's alone."""
-        cache = self._cache
-        page_size = cache.page_size
+        core = self._core
+        page_size = core.page_size
         first = start // page_size
         if start >= self.num_tokens:
             return
         pages = self._pages[first : self._num_pages]
-        shared = np.flatnonzero(cache.pool.counts_of(pages) > 1)
+        shared = np.flatnonzero(core.pool.counts_of(pages) > 1)
         if not shared.size:
             return
-        fresh = cache._allocate(shared.size, "write")
+        fresh = core.allocate(shared.size, "write")
         for n, i in enumerate((shared + first).tolist()):
             try:
                 self._replace(i, int(fresh[n]), min(page_size, self.num_tokens - i * page_size))
             except BaseException:
-                cache.pool.drop(fresh[n:])
+                core.pool.drop(fresh[n:])
                 raise
-
-
-class Pin:
-    """A cached prefix that is not evicted until `unpin`, or until its ttl has passed.
-
-    Attributes:
-        num_tokens: tokens that it holds.
-    """
-
-    def __init__(
-        self,
-        cache: PrefixCache,
-        page_ids: PageIds,
-        num_tokens: int,
-        namespace: Hashable,
-    ) -> None:
-        self._cache = cache
-        self._pages = page_ids
-        self.num_tokens = num_tokens
-        self.namespace = namespace
-        self._active = True
-
-    @property
-    def is_active(self) -> bool:
-        """Whether it still holds its pages."""
-        with self._cache._guard:
-            return self._active
-
-    def unpin(self) -> None:
-        """Let the pages be evicted again. Calling it again does nothing."""
-        self._cache._give_back(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.unpin()
 
 
 def require_floats(name: str, rows: object, device: torch.device) -> None:
@@ -504,3 +461,116 @@ def require_floats(name: str, rows: object, device: torch.device) -> None:
         raise ValueError(
             f"{name}: expected a tensor on {device}, where the cache is, got one on {rows.device}"
         )
+
+
+def require_layer(core: CacheCore, layer: int) -> int:
+    """``layer``, if the cache has it."""
+    return require_int("layer", layer, 0, core.spec.num_layers - 1)
+
+
+def attend_batch(
+    core: CacheCore,
+    layer: int,
+    q: Tensor,
+    leases: Sequence[Lease],
+    *,
+    query_lens: Sequence[int] | None = None,
+    softmax_scale: float | None = None,
+    **rule: Any,
+) -> Tensor:
+    """Attend the last tokens of many sequences to their pages, in one call.
+
+    Args:
+        q: [tokens of all leases, num_q_heads, head_dim], in the order of ``leases``.
+        query_lens: how many rows are each lease's; None is those that it last wrote.
+    Returns:
+        [same, num_q_heads, v_head_dim], q's dtype.
+    Raises:
+        ValueError, TypeError: rows that do not add up, tokens without KV in this layer, a
+            field of the rule that can't be; nothing has run.
+    """
+    layer_idx = require_layer(core, layer)
+    if softmax_scale is None:
+        softmax_scale = core.spec.head_dim**-0.5
+    unknown = rule.keys() - _RULE_FIELDS
+    if unknown:
+        raise TypeError(
+            f"attend: expected fields of ScoreRule ({', '.join(sorted(_RULE_FIELDS))}), got "
+            f"{', '.join(sorted(unknown))}; remove or rename them"
+        )
+    score_rule = ScoreRule(softmax_scale=softmax_scale, **rule)
+    require_floats("q", q, core.device)
+    spec = core.spec
+    if (
+        q.ndim != 3
+        or q.shape[2] != spec.head_dim
+        or q.shape[1] % spec.num_kv_heads
+        or (not q.shape[1])
+    ):
+        raise ValueError(
+            f"q: expected shape [tokens, a multiple of {spec.num_kv_heads} heads, "
+            f"{spec.head_dim}], got {list(q.shape)}"
+        )
+    score_rule.require_heads(q.shape[1], q.device)
+    for lease in leases:
+        if not isinstance(lease, Lease):
+            raise TypeError(f"leases: expected leases, got {lease!r}; use cache.acquire()")
+    if query_lens is not None:
+        query_lens = [require_int("query_lens", rows, 0) for rows in query_lens]
+    else:
+        if len(leases) == 1:
+            query_lens = [q.shape[0]]
+        else:
+            query_lens = [lease.num_tokens - lease._chunk_start for lease in leases]
+    if not leases or len(query_lens) != len(leases) or sum(query_lens) != q.shape[0]:
+        raise ValueError(
+            f"q: expected {list(query_lens)} rows for {len(leases)} leases, got {q.shape[0]}; "
+            f"say how many are whose with query_lens"
+        )
+    with core.guard:
+        for lease, rows in zip(leases, query_lens, strict=True):
+            lease._require_open()
+            if lease._core is not core:
+                raise ValueError("leases: expected leases of this cache, got another's")
+            if lease._written[layer_idx] < lease.num_tokens:
+                raise ValueError(
+                    f"attend: {lease._written[layer_idx]} of {lease.num_tokens} tokens have "
+                    f"KV in layer {layer_idx}; write() the rest, or mark_written() if "
+                    f"they are there"
+                )
+            if not 1 <= rows <= lease.num_tokens:
+                raise ValueError(f"q: expected 1 to {lease.num_tokens} rows of a lease, got {rows}")
+        if len(leases) == 1:
+            known = leases[0]._batch
+            if known is None or known[0] != query_lens[0]:
+                batch = attention_batch(core, leases, query_lens)
+                known = leases[0]._batch = (query_lens[0], batch)
+            batch = known[1]
+        else:
+            batch = attention_batch(core, leases, query_lens)
+        pages = core.storage.layer(layer_idx)
+    return core.backend.paged_attention(core.codec, pages, q, batch, score_rule)
+
+
+def attention_batch(
+    core: CacheCore, leases: Sequence[Lease], query_lens: Sequence[int]
+) -> AttentionBatch:
+    """The last tokens of many sequences as a batch, ``query_lens`` of each."""
+    slots = [
+        lease.slots(lease.num_tokens - rows) for lease, rows in zip(leases, query_lens, strict=True)
+    ]
+    seq_lens = np.array([lease.num_tokens for lease in leases], dtype=np.int64)
+    starts = np.cumsum([0, *query_lens], dtype=np.int32)
+
+    def on_device(values: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(values).to(core.device)
+
+    page_ids = [lease.page_ids for lease in leases]
+    table, runs = core.page_tables.lay_out(page_ids, (seq_lens - query_lens) // core.page_size)
+    return AttentionBatch(
+        slot_mapping=on_device(np.concatenate(slots)),
+        page_table=on_device(table),
+        seq_lens=on_device(seq_lens.astype(np.int32)),
+        cu_seqlens_q=on_device(starts),
+        runs=runs,
+    )

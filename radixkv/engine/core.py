@@ -508,7 +508,7 @@ class EngineCore:
         self.is_closed = True
         self._thread = self._stepping = None
         self.step_lock, self.changed = threading.RLock(), threading.Condition()
-        self.cache.after_fork()
+        self.cache.core.after_fork()
 
 
 def _changed_error() -> RadixKVError:

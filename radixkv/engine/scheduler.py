@@ -306,7 +306,7 @@ class Scheduler:
                 self._reserve(seq)
                 return True
             except CapacityError:
-                if self.running or not self.cache.collect_garbage():
+                if self.running or not self.cache.core.collect_garbage():
                     raise
             self._reserve(seq)
             return True
@@ -481,7 +481,7 @@ class Scheduler:
             self._stalls += not youngest.paused
             if self._stalls > 2 * (len(self.running) + len(self.waiting)):
                 self._stalls = 0
-                if self.cache.collect_garbage():
+                if self.cache.core.collect_garbage():
                     return [], []  # the next step has more room
                 full = CapacityError(
                     f"{self.cache.pool.num_pages} pages: expected room for all sequences of a "
@@ -507,7 +507,7 @@ class Scheduler:
                     youngest = max(self.running, key=lambda other: (other.paused, other.arrival))
                     self._preempt(youngest, outputs)
                     continue
-                if self.cache.collect_garbage():
+                if self.cache.core.collect_garbage():
                     continue
             if error is not None:
                 return error

@@ -76,7 +76,7 @@ def build_batch(runs: Sequence[Run], device: torch.device) -> Batch:
         positions = np.arange(len(seqs)) + (start - cu_seqlens_q[:-1])[seqs]
         write_from, logits_from = write_from[seqs], logits_from[seqs]
 
-    cache = leases[0].cache
+    cache = leases[0].core
     page_size = cache.page_size
     each = [
         lease.page_ids if known is None else known

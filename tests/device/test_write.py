@@ -217,6 +217,6 @@ def test_the_cache_by_itself_writes_copies_and_refuses_through_triton():
                 lease.write(0, rows[:4] * float("nan"), rows[:4])
             lease.write(0, rows[:4], rows[:4])
             outs.append(lease.attend(0, q))
-        assert cache.cow_copies == 1
+        assert cache.core.cow_copies == 1
         cache.check()
     assert torch.allclose(*outs, atol=1e-4)
