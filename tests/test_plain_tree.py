@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuzz import mirror, twins
+from radixkv.cache.plain_node import PageNode, add_child, closest_child, num_shared
 from radixkv.cache.plain_pool import PlainPool
-from radixkv.cache.plain_tree import PageNode, PlainTree, add_child, closest_child, num_shared
+from radixkv.cache.plain_tree import PlainTree
 from radixkv.cache.tree import encode_tokens
 from radixkv.config import EVICTIONS
 

@@ -1,5 +1,6 @@
 """Prompts become ids or a clear error; streamed text is the decoded text, cut at stop strings."""
 
+import dataclasses
 import itertools
 import random
 import threading
@@ -280,7 +281,8 @@ def test_a_stop_string_that_only_the_end_shows_is_the_reason(tiny_model):
     model = tiny_model("llama", vocab_size=len(tokenizer))
     newline, end = tokenizer.convert_tokens_to_ids(["<0x0A>", "</s>"])
     with Engine(model, tokenizer, kv=KVConfig(capacity="1MiB"), backend="torch") as engine:
-        engine.eos_token_ids = frozenset([end])
+        core = engine.core
+        core.intake = dataclasses.replace(core.intake, eos_token_ids=frozenset([end]))
         for script in ([newline], [newline, newline], [newline, end], [5, newline]):
 
             def follow(input_ids, scores, script=script):

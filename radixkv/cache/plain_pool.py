@@ -8,17 +8,15 @@ from __future__ import annotations
 import itertools
 import sys
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from sortedcontainers import SortedKeyList
 
+from radixkv.cache.plain_node import PageNode
 from radixkv.cache.pool import NULL_PAGE, PagePool
 from radixkv.cache.tree import PageIds
-
-if TYPE_CHECKING:
-    from radixkv.cache.plain_tree import PageNode
 
 # What of a tail is looked at, and then what decides between equals: the smallest is evicted.
 POLICIES = {

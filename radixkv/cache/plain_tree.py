@@ -26,12 +26,17 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator
 
 import numpy as np
-from sortedcontainers import SortedDict
 
+from radixkv.cache.plain_node import (
+    TOKEN,
+    TOKEN_BYTES,
+    PageNode,
+    add_child,
+    closest_child,
+)
 from radixkv.cache.plain_pool import POLICIES, PlainPool
 from radixkv.cache.pool import NULL_PAGE
 from radixkv.cache.tree import (
@@ -47,86 +52,7 @@ from radixkv.cache.tree import (
     require,
 )
 
-_TOKEN = np.dtype(">i4")  # as bytes, tokens sort as they do as numbers: the highest byte is first
-_TOKEN_BYTES = 4
 _NUM_REMEMBERED = 4096  # evicted runs, for explanations
-
-
-@dataclass(slots=True, eq=False)
-class PageNode:
-    """A page of the tree, or the root of a namespace, which has children alone.
-
-    Attributes:
-        key: its tokens, as bytes of `_TOKEN`.
-        page_id: of a root a negative number, its row.
-        parent: None is a root's.
-        depth: pages before it in its sequence; -1 is a root's.
-        children: by their keys, and in their order.
-        last_access, num_hits: clock of the last use; how many there were.
-        priority, expires: and when it falls to `EXPIRED`; None is never.
-        is_tail: whether it stands among `PlainPool.tails`.
-    """
-
-    key: bytes
-    page_id: int
-    parent: PageNode | None = field(repr=False)
-    depth: int
-    children: dict[bytes, PageNode] = field(default_factory=dict, repr=False)
-    last_access: int = 0
-    num_hits: int = 0
-    priority: int = 0
-    expires: float | None = None
-    is_tail: bool = False
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that it holds."""
-        return len(self.key) // _TOKEN_BYTES
-
-
-def num_shared(a: bytes, b: bytes) -> int:
-    """How many tokens two keys share from their beginning. Complexity: O(len(a)), in bulk.
-
-    >>> num_shared(b"\\0\\0\\0\\1" b"\\0\\0\\0\\2", b"\\0\\0\\0\\1" b"\\0\\0\\0\\7" b"\\0\\0\\0\\3")
-    1
-    """
-    size = min(len(a), len(b))
-    differ = int.from_bytes(a[:size], "big") ^ int.from_bytes(b[:size], "big")
-    return (size - (differ.bit_length() + 7) // 8) // _TOKEN_BYTES
-
-
-def add_child(parent: PageNode, node: PageNode) -> None:
-    """Hang a node below another. Complexity: O(log(siblings)).
-
-    A single child, as most are, needs no order: a plain dict takes a tenth of the room.
-    """
-    if len(parent.children) == 1 and type(parent.children) is dict:
-        parent.children = SortedDict(parent.children)
-    parent.children[node.key] = node
-
-
-def closest_child(parent: PageNode, key: bytes) -> tuple[PageNode | None, int]:
-    """The child that shares the most tokens with ``key``, and how many; or None, 0.
-
-    Of two that share as many it is the one before the place where ``key`` would stand.
-
-    Complexity: O(1) for a child with that very key; else O(log(children)).
-    """
-    children = parent.children
-    node = children.get(key)
-    if node is not None:
-        return node, len(key) // _TOKEN_BYTES
-    near: Iterable[PageNode] = children.values()
-    if isinstance(children, SortedDict):
-        after = children.bisect_left(key)
-        keys = children.keys()[max(0, after - 1) : after + 1]
-        near = [children[name] for name in keys]
-    best, most = None, 0
-    for node in near:
-        shared = num_shared(node.key, key)
-        if shared > most:
-            best, most = node, shared
-    return best, most
 
 
 class PlainTree(RadixTree):
@@ -146,7 +72,7 @@ class PlainTree(RadixTree):
 
     def __init__(self, page_size: int, pool: PlainPool) -> None:
         super().__init__(page_size, pool)
-        self._page_bytes = page_size * _TOKEN_BYTES
+        self._page_bytes = page_size * TOKEN_BYTES
         self._rows = itertools.count(-1, -1)
         self._root_nodes: dict[int, PageNode] = {}  # by row
         self._keys: dict[int, Hashable] = {}  # of `roots`, by row
@@ -180,7 +106,7 @@ class PlainTree(RadixTree):
 
     def _split(self, tokens: Tokens) -> list[bytes]:
         """The keys of a sequence's pages."""
-        whole, size = tokens.astype(_TOKEN).tobytes(), self._page_bytes
+        whole, size = tokens.astype(TOKEN).tobytes(), self._page_bytes
         return [whole[start : start + size] for start in range(0, len(whole), size)]
 
     def match(self, tokens: Tokens, namespace: Hashable = None) -> Match:
@@ -271,7 +197,7 @@ class PlainTree(RadixTree):
         keys = self._split(tokens[:num_tokens])
         for depth, (key, page_id) in enumerate(zip(keys, page_ids.tolist(), strict=False)):
             child, shared = closest_child(node, key)
-            if child is None or shared * _TOKEN_BYTES < len(key):
+            if child is None or shared * TOKEN_BYTES < len(key):
                 child = self._publish(node, key, page_id, child, shared)
             elif page_id not in pool.nodes and (len(key) == self._page_bytes or own_last):
                 # A duplicate: the caller is made a holder of the tree's page in its place.
@@ -395,7 +321,7 @@ class PlainTree(RadixTree):
     def was_evicted(self, tokens: Tokens, depth: int) -> bool:
         """As `RadixTree.was_evicted`. Complexity: O(runs that are remembered)."""
         start = depth * self.page_size
-        key = tokens[start : start + self.page_size].astype(_TOKEN).tobytes()
+        key = tokens[start : start + self.page_size].astype(TOKEN).tobytes()
         return (depth, key) in self._evicted
 
     def child_pages(self, row: int) -> list[int]:
@@ -403,7 +329,7 @@ class PlainTree(RadixTree):
         return [child.page_id for child in node.children.values()]
 
     def tokens_of(self, page_id: int) -> Tokens:
-        return np.frombuffer(self.pool.nodes[page_id].key, dtype=_TOKEN).astype(np.int32)
+        return np.frombuffer(self.pool.nodes[page_id].key, dtype=TOKEN).astype(np.int32)
 
     def expires_of(self, page_id: int) -> float | None:
         return self.pool.nodes[page_id].expires
@@ -433,7 +359,7 @@ class PlainTree(RadixTree):
         while after is not None:
             run.append(after)
             after = self._after(after)
-        tokens = np.frombuffer(b"".join(node.key for node in run), dtype=_TOKEN)
+        tokens = np.frombuffer(b"".join(node.key for node in run), dtype=TOKEN)
         return Node(
             tokens=tokens.astype(np.int32),
             page_ids=np.array([node.page_id for node in run], dtype=np.int64),
