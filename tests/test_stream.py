@@ -71,10 +71,12 @@ def test_a_stream_that_nobody_reads_is_paused(
         next(stream)
         paused.clear()  # that read may have let it go on
         assert paused.wait(60)
-        assert stream.request.num_tokens <= 10  # of 60: it waits for its reader
+        # Of 60: those that one look of the reader took, and as many as may wait for the next.
+        most = 2 * 8 + 2
+        assert stream.request.num_tokens <= most
         # Others are served meanwhile, and it goes on when it is read.
         engine.generate("another one", **fields)
-        assert stream.request.num_tokens <= 10
+        assert stream.request.num_tokens <= most
         rest = [token_id for delta in stream for token_id in delta.token_ids]
         assert rest == expected[1:]
         assert engine.stats().decode_tokens > before

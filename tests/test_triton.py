@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from radixkv.attention.backend import get_backend, tiles
+from radixkv.attention import tiles
+from radixkv.attention.backend import get_backend
 from radixkv.attention.formats import KVCodec, KVSpec
 from radixkv.attention.reference import AttentionBatch
 from radixkv.attention.tiles import Tile
@@ -22,9 +23,10 @@ from radixkv.bench.gpu_compile import CompileJob, compile_kernel, faults_of
 from radixkv.cli.main import main
 from radixkv.config import KVConfig
 from radixkv.errors import UnsupportedModelError
+from radixkv.models import graphs
 from radixkv.models.batch import Batch
 from radixkv.models.graphs import DecodeGraphs
-from radixkv.models.small_model import cache_dir, graphs
+from radixkv.models.small_model import cache_dir
 
 HERE = Path(__file__).resolve().parent
 CPU = torch.device("cpu")
