@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from radixkv.attention.backend import get_backend, reference
+from radixkv.attention import reference
+from radixkv.attention.backend import get_backend
 from radixkv.attention.cpu import paged_attention, write_kv
 from radixkv.attention.formats import KVCodec, KVFormat, KVSpec, LayerPages, hadamard
 from radixkv.attention.reference import AttentionBatch, ScoreRule

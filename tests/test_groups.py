@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixkv.attention import cpu as cpu_backend
+from radixkv.attention import reference
 from radixkv.attention import sharing_cost as costs
-from radixkv.attention.backend import get_backend, reference
+from radixkv.attention.backend import get_backend
 from radixkv.attention.formats import KVCodec, KVSpec, hadamard
 from radixkv.attention.reference import KVReads, ScoreRule
 from radixkv.attention.shared_runs import PageTables, SharedRun, find_runs
