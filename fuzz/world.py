@@ -550,6 +550,11 @@ class World:
             v = cache.storage.pages.v_pages.reshape(-1, 1)[ids]
             stored = torch.cat([k, v], dim=1)
             assert torch.equal(stored, torch.tensor(expected, dtype=torch.float32))
+        self._verify_stats(owners, in_tree)
+
+    def _verify_stats(self, owners: dict[Page, int], in_tree: set[Page]) -> None:
+        """Compare what the cache counts with the model."""
+        cache = self.cache
         stats = cache.stats()
         pinned = sum(owners[page] > 1 for page in in_tree)
         assert stats.pages_total == self.num_pages
