@@ -251,12 +251,20 @@ class Soak:
                 self.counts["compared requests"] += 1
         return left
 
-    def run(self, seconds: float, log: Any = None) -> dict[str, Any]:
-        """Soak for so long; returns the figures. Raises at the first thing that is wrong."""
+    def run(
+        self, seconds: float, log: Any = None, *, most_engines: int | None = None
+    ) -> dict[str, Any]:
+        """Soak for so long; returns the figures. Raises at the first thing that is wrong.
+
+        Args:
+            most_engines: end after so many, however long they took.
+        """
         start = time.monotonic()
         samples: list[tuple[float, int]] = []
         with self.faults.installed(points(self.tokenizer, self.model)):
             while time.monotonic() < start + seconds:
+                if self.counts["engines"] == most_engines:
+                    break
                 self.run_engine(start + seconds)
                 samples.append((time.monotonic() - start, rss_bytes()))
                 self.counts["faults raised"] += len(self.faults.raised)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from fuzz.faults import Harness, require_idle
-from fuzz.soak import Soak
+from fuzz.soak import STEPS, Soak
 from fuzz.tiny import make_model
 from radixkv import Engine, KVConfig
 from radixkv.engine.scheduler import Scheduler
@@ -109,10 +110,8 @@ def test_no_thread_left_fails_the_call_and_not_the_engine(monkeypatch: Any) -> N
         require_idle(engine)
 
 
-def test_a_soak_of_two_minutes(one_thread: None) -> None:
+def test_a_soak_of_one_engine(one_thread: None) -> None:
     """`python -m fuzz.soak --minutes 60` in small: docs/hardening.md has the figures of that."""
-    figures = Soak(seed=1).run(120)
-    # How far it comes in that time is the machine's affair.
-    assert figures["checks"] >= 10
-    assert figures["compared requests"] >= 1
-    assert figures["growth"] < 0.2
+    figures = Soak(seed=1).run(math.inf, most_engines=1)
+    assert figures["checks"] >= STEPS
+    assert figures["compared requests"] >= 10
