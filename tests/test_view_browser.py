@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from radixkv import KVConfig, KVSpec, PrefixCache
+
+pytestmark = pytest.mark.nightly  # Chromium is 150 MB that no other test needs
 
 # Run in a process of its own: a browser leaves threads and handlers behind.
 BROWSER = r"""
