@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 FOLDER_PAGES = [
     page
-    for folder in ("radixkv", "kernels", "fuzz")
+    for folder in ("radixkv", "kernels", "fuzz", "tests")
     for page in sorted((ROOT / folder).rglob("README.md"))
 ]
 # Pages that say what holds now. The log and the list of changes keep older names.
@@ -116,10 +116,13 @@ def test_functions_that_stand_behind_a_file_are_defined_in_it(page):
             assert defined_in(source, name) or is_field, f"{path}: {name}"
 
 
-@pytest.mark.parametrize("page", FOLDER_PAGES, ids=lambda page: str(page.parent.relative_to(ROOT)))
+# Those of fuzz/ and tests/ go by what is shown, not by file.
+@pytest.mark.parametrize(
+    "page",
+    [page for page in FOLDER_PAGES if page.parent.name not in ("fuzz", "tests")],
+    ids=lambda page: str(page.parent.relative_to(ROOT)),
+)
 def test_a_folders_page_names_each_of_its_files(page):
-    if page.parent.name == "fuzz":
-        return  # says how to run them, by what they find
     named = {
         name.removesuffix(".py").removesuffix("/") for name in in_code(page.read_text("utf-8"))
     }
@@ -131,6 +134,12 @@ def test_a_folders_page_names_each_of_its_files(page):
         first = re.findall(r"^\| (`[^|]+) \|", page.read_text("utf-8"), re.MULTILINE)
         listed = {name for cell in first for name in in_code(cell)}
         assert listed <= own
+
+
+def test_documents_that_the_code_names_are_there():
+    for path in python_files("radixkv", "kernels", "tests", "fuzz", "examples"):
+        for name in re.findall(r"\bdocs/[\w/-]+\.md\b", path.read_text(encoding="utf-8")):
+            assert (ROOT / name).is_file(), f"{path}: {name}"
 
 
 def test_old_paths_of_the_integrations_still_stand():
@@ -162,9 +171,14 @@ def constants(module: ast.Module) -> dict[str, list[str]]:
 
 
 def variables_of_the_library() -> Iterator[str]:
-    """Texts that look like a variable, in statements that ask for the environment."""
+    """Texts that look like a variable, in statements that ask for the environment.
+
+    And what comes by way of other libraries, of which the files only speak.
+    """
     for path in python_files("radixkv", "kernels"):
-        module = ast.parse(path.read_text(encoding="utf-8"))
+        source = path.read_text(encoding="utf-8")
+        yield from re.findall(r"\b(?:NUMBA|OMP|RADIXKV|TORCH|TRITON)_[A-Z][A-Z_]*\b", source)
+        module = ast.parse(source)
         known = constants(module)
         for statement in ast.walk(module):
             if not isinstance(statement, ast.stmt):

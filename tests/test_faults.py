@@ -110,7 +110,7 @@ def test_no_thread_left_fails_the_call_and_not_the_engine(monkeypatch: Any) -> N
 
 
 def test_a_soak_of_two_minutes(one_thread: None) -> None:
-    """`python -m fuzz.soak --minutes 60` in small: docs/hardening.md has the figures of that."""
+    """`python -m fuzz.soak --minutes 60` in small; docs/log/hardening.md has its figures."""
     figures = Soak(seed=1).run(120)
     # How far it comes in that time is the machine's affair.
     assert figures["checks"] >= 10
