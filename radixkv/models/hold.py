@@ -181,7 +181,7 @@ class Hold:
 
     @contextmanager
     def as_written(self) -> Iterator[None]:
-        """Within this block the model is uncompiled and in eval mode; the rest is as its owner left it."""
+        """Within this block the model is uncompiled and in eval mode; else as its owner left it."""
         undo: list[Callable[[], None]] = []
         try:
             with self._lock:
