@@ -1,4 +1,4 @@
-"""Whose error it is, where one call has many prompts and one error may end several requests."""
+"""Errors of calls with many prompts: which prompt one belongs to, and a copy for each request."""
 
 from __future__ import annotations
 

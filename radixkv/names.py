@@ -1,4 +1,4 @@
-"""Names of options: which there are, and which of ours is meant by another library's."""
+"""Names of options: an unknown one is refused, with the one of ours that was meant."""
 
 from __future__ import annotations
 

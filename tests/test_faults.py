@@ -111,7 +111,7 @@ def test_no_thread_left_fails_the_call_and_not_the_engine(monkeypatch: Any) -> N
 
 
 def test_a_soak_of_one_engine(one_thread: None) -> None:
-    """`python -m fuzz.soak --minutes 60` in small: docs/hardening.md has the figures of that."""
+    """`python -m fuzz.soak --minutes 60` in small; docs/log/hardening.md has its figures."""
     figures = Soak(seed=1).run(math.inf, most_engines=1)
     assert figures["checks"] >= STEPS
     assert figures["compared requests"] >= 10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import os
 import re
 import shutil
@@ -290,6 +291,7 @@ def source(tmp_path_factory):
     folder = tmp_path_factory.mktemp("source")
     shutil.copy(ROOT / "pyproject.toml", folder)
     shutil.copy(README, folder)
+    shutil.copy(ROOT / "LICENSE", folder)
     ignore = shutil.ignore_patterns("__pycache__")
     for name in ("radixkv", "kernels"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignore)
@@ -388,15 +390,6 @@ def readme_blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
 
 
-def test_links_in_the_documents_lead_somewhere():
-    for document in (README, *(ROOT / "docs").glob("*.md")):
-        targets = re.findall(r"""(?:\]\(|href=")([^)"#]+)""", document.read_text(encoding="utf-8"))
-        local = [link for link in targets if "://" not in link]
-        missing = [link for link in local if not (document.parent / link).exists()]
-        assert not missing, document
-        assert local or document.name == "CHANGELOG.md", document
-
-
 def test_readme_commands_are_one_line_each_and_ci_runs_the_second():
     demo, check = (block.strip() for block in readme_blocks("sh"))
     assert demo.startswith("python3 -m venv .venv && ")
@@ -407,19 +400,53 @@ def test_readme_commands_are_one_line_each_and_ci_runs_the_second():
 
 
 def test_readme_code_is_the_first_example():
-    (code,) = readme_blocks("python")
-    assert code == (ROOT / "examples" / "quick_start.py").read_text(encoding="utf-8")
+    blocks = readme_blocks("python")
+    assert len(blocks) == 5
+    assert "\n".join(blocks) == (ROOT / "examples" / "quick_start.py").read_text(encoding="utf-8")
+
+
+# The blocks in the README's order but for the picture's sake: chat, branch, the tree, the rest.
+RUN_BLOCKS = """
+import contextlib, io, json, sys
+names = {}
+printed = {}
+for number in (0, 3, 1, 2, 4):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(blocks[number], names)
+        if number == 3:
+            print("-- tree")
+            print(names["engine"].cache.render(tokenizer=names["engine"].tokenizer))
+    printed[number] = out.getvalue()
+cache = names["engine"].cache
+cache.check()
+printed["held"] = cache.stats().pages_pinned + cache.stats().pages_private
+json.dump(printed, sys.stdout)
+"""
+
+
+def outline(picture: str) -> list[str]:
+    """A tree's lines without counts and texts: how it hangs together."""
+    lines = [re.sub(r"\d[\d,]*", "N", line.partition(": ")[0]) for line in picture.splitlines()]
+    return [re.sub(r"(page|use)s?\b", r"\1s", line).rstrip() for line in lines]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("installed", ["wheel"], indirect=True)  # the kernels compile anew in each
-def test_readme_code_finds_the_second_prompt_in_the_cache(installed, tmp_path):
-    (code,) = readme_blocks("python")
-    lines = run_python(code, cwd=tmp_path, python=installed).splitlines()
-    counts = [re.search(r"(\d+) of (\d+) prompt tokens from the cache", line) for line in lines]
-    first, second = ((int(found[1]), int(found[2])) for found in counts if found)
-    assert first[0] == 0
-    assert second[0] > 0.9 * second[1]
+def test_every_block_of_the_readme_runs_and_its_picture_is_what_is_drawn(installed, tmp_path):
+    code = f"blocks = {readme_blocks('python')!r}\n{RUN_BLOCKS}"
+    printed = json.loads(run_python(code, cwd=tmp_path, python=installed))
+    first, second = re.findall(r"\((\d+) of (\d+) prompt tokens", printed["0"])
+    assert int(first[0]) == 0
+    assert int(second[0]) > 0.9 * int(second[1])
+    assert "October" in printed["1"]
+    assert len(re.findall(r"^- ", printed["2"], re.MULTILINE)) == 4
+    answers, tree = printed["3"].split("-- tree\n")
+    assert len(answers.splitlines()) >= 3
+    (picture,) = readme_blocks("text")
+    assert outline(tree) == outline(picture)
+    assert isinstance(json.loads(printed["4"])["euros"], int)
+    assert printed["held"] == 0
 
 
 def test_the_cache_alone_serves_a_loop_of_ones_own(tmp_path):

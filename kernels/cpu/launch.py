@@ -60,7 +60,7 @@ def _fork() -> Any:
 
     Kernels run as a parallel region of the very OpenMP library that torch uses: one pool of
     threads for both. A second pool would compete with torch's workers, which spin for a while
-    after each product (docs/cpu-kernels.md says what that costs). With OMP_WAIT_POLICY=PASSIVE
+    after each product (docs/log/cpu-kernels.md says what that costs). With OMP_WAIT_POLICY=PASSIVE
     they sleep: there is nothing to compete with, and `_executor`, whose late threads need not
     be waited for, is faster on a busy machine.
     """

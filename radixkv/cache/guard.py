@@ -7,7 +7,7 @@ from collections.abc import Callable, Sized
 
 
 class Guard:
-    """The lock around a public call; takes back first what was dropped since the last one.
+    """The lock around a public call; first takes back pages of leases that were dropped meanwhile.
 
     Garbage collection can run a destructor in the middle of a call, on the same thread: what
     that gives back waits for the next call, and anything else that it asks is refused.

@@ -1,7 +1,7 @@
 """Snapshots: what a cache holds, as one file that is whole or is not there.
 
 Which nodes and pages go into a file, and how those of a file come into a tree. The file itself
-is `radixkv.cache.snapshot_file`'s.
+is read and written by `radixkv.cache.snapshot_file`.
 """
 
 from __future__ import annotations

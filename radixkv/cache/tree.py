@@ -1,7 +1,7 @@
 """The radix tree: which runs of tokens are cached, and in which pages; no torch here.
 
-Here are the words in which one speaks to it: tokens, namespaces, matches, and `RadixTree`, the
-face of the two trees that there are. How one works is to be read in `radixkv.cache.plain_tree`.
+Here is what both trees have in common: tokens, namespaces, matches, and `RadixTree`, the calls
+that each of them answers. To see how a tree works, read `radixkv.cache.plain_tree`.
 """
 
 from __future__ import annotations
@@ -444,7 +444,7 @@ class RadixTree(ABC):
 
     @abstractmethod
     def policy_key(self, page_id: int) -> tuple[int, int]:
-        """What says when a page is evicted: the smallest goes first."""
+        """A page's place in the order of eviction: the smallest goes first."""
 
     @abstractmethod
     def check(self) -> None:
@@ -452,6 +452,6 @@ class RadixTree(ABC):
 
 
 def require(ok: bool, what: str) -> None:
-    """Raise CacheInvariantError unless ``ok``: what `RadixTree.check` says of a wrong tree."""
+    """Raise CacheInvariantError with ``what`` unless ``ok``; for `RadixTree.check`."""
     if not ok:
         raise CacheInvariantError(f"tree: {what}; this is a bug in radixkv")

@@ -1,4 +1,4 @@
-"""Requests that a task of asyncio waits for."""
+"""Requests for asyncio: a task waits for them, and cancelling it aborts them."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def draw(
     drawn: list[tuple[Output, list[SamplerRow]]],
     before: Callable[[list[Sampled], list[SamplerRow]], None],
 ) -> None:
-    """Draw for all at once; if that fails one by one, so that only the one at fault fails.
+    """Draw for all at once; if that fails, one by one, so that only the one at fault fails.
 
     Args:
         before: told what was drawn for which rows, before any request gets its tokens.

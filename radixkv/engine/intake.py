@@ -1,4 +1,4 @@
-"""What is asked of an engine: prompts, parameters and continuations, checked and made requests."""
+"""What callers pass (prompts, parameters, continuations) is checked and becomes requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from radixkv.text import (
 
 @dataclass(frozen=True)
 class Intake:
-    """Turns what callers pass into token ids and requests, or says what is wrong with it.
+    """Makes token ids and requests of what callers pass, or says what is wrong with it.
 
     Nothing here runs anything, or takes a page.
 

@@ -1,4 +1,4 @@
-"""Which tokens say a sample's text, where a stop string cut it inside of them."""
+"""Tokens for the kept text of a sample that a stop string cut in the middle of a token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request may ask of an engine; found out before any work is done for it."""
+"""What a request may ask of an engine; checked before any work is done for it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Limits:
     def check_request(
         self, token_ids: list[int], params: SamplingParams | BeamParams, name: str = "prompt"
     ) -> None:
-        """Raise what is wrong with a request before any work is done for it."""
+        """Raise if a request asks for what can't be served: length, pages, ids, options."""
         num_prompt, max_new_tokens = len(token_ids), params.max_new_tokens
         self.check_length(num_prompt, max_new_tokens, name)
         if isinstance(params, BeamParams):

@@ -1,4 +1,4 @@
-"""A checkpoint loaded as transformers does it, and what that asks of Python and the processor."""
+"""Loading a checkpoint with transformers: the model, its tokenizer, the tokens that end a text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many prompts in one call: which is which, and what becomes of those that fail."""
+"""Calls with many prompts: which prompt is which, and what becomes of those that fail."""
 
 from __future__ import annotations
 

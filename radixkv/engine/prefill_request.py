@@ -1,4 +1,4 @@
-"""Only the KV of some tokens."""
+"""Requests for the KV of some tokens and nothing else; branches make them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs in every process that imports torch, where radixkv is installed; next to nothing.
+"""What `import torch` runs where radixkv is installed, in every process; next to nothing.
 
 lm-evaluation-harness finds models in its own list alone, and has no entry point for others. The
 one hook in its process is torch's: ``import torch`` calls the entry points of the group

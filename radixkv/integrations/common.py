@@ -1,4 +1,4 @@
-"""What the integrations share: their options, and what tells their answers apart."""
+"""What the integrations share: options of their constructors, and keys for caches of answers."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def one_sample(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Model:
-    """One engine's model as a name that lasts, made again where the model was changed."""
+    """A lasting name for one engine's model; another one after the model was changed."""
 
     def __init__(self, engine: Engine) -> None:
         self._lock = threading.Lock()

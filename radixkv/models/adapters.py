@@ -1,4 +1,4 @@
-"""Which adapters are on in a model, as peft's layers say it, and whether that stays in a step."""
+"""Which of peft's adapters are active in a model, and whether that changes during a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def adapter_state(place: dict[str, Any]) -> tuple[Any, ...]:
-    """What of an adapted layer's ``__dict__`` says what is on, and how much of it."""
+    """Of an adapted layer's ``__dict__``: which adapters are active, and how much."""
     get = place.get
     active, merged, scaling = get("_active_adapter"), get("merged_adapters"), get("scaling")
     return (

@@ -1,7 +1,7 @@
 """A model is tried past every border at which it could change, in itself or in a small twin.
 
-Any whole number of a config may be a window, a chunk, a top k or a length at which positions are
-turned otherwise. Masks and RoPE are asked directly, at any distance
+Any whole number of a config may be a window, a chunk, a top k, or a length at which RoPE
+changes. Masks and RoPE are asked directly, at any distance
 (`radixkv.models.probe.examine`); what a model does besides shows only when it runs past the number.
 """
 

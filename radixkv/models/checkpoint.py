@@ -130,7 +130,7 @@ def require_checkpoint(name_or_path: object, options: Mapping[str, Any]) -> None
 
 
 def require_device(device: object) -> None:
-    """Raise ValueError or TypeError for a device that is none, or that is not there."""
+    """Raise ValueError or TypeError unless ``device`` names a device that is there."""
     if device is None or device == "auto":
         return
     expected = '"auto", or a device of torch that is there, such as "cpu" or "cuda:0"'
@@ -148,7 +148,7 @@ def require_device(device: object) -> None:
 
 
 def require_dtype(dtype: object) -> None:
-    """Raise ValueError or TypeError for a dtype of weights that is none of torch's floats."""
+    """Raise ValueError or TypeError unless ``dtype`` is one of torch's floating types."""
     expected = '"auto", or a floating dtype of torch such as "float32" or torch.bfloat16'
     if not isinstance(dtype, (str, torch.dtype)):
         raise TypeError(f"dtype: expected {expected}, got {dtype!r}")
@@ -162,7 +162,7 @@ def require_dtype(dtype: object) -> None:
 
 @contextmanager
 def named_refusals(where: str, name_or_path: object, ours: list[str]) -> Iterator[None]:
-    """Within it, what transformers says of an option or a model that it does not know is ours."""
+    """Within this block, transformers' refusal of an option or a model becomes an error of ours."""
     try:
         yield
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""A model that is its owner's, and stands ready for an engine while a step runs.
+"""A model is lent to an engine for a step: what is put into it, and taken out again.
 
 Between steps nothing of ours is in the model: its modules, their types, forwards and flags, its
 attention and its parameters are what its owner made them, so that training, saving, copying,
@@ -108,7 +108,7 @@ class Hold:
             use_huge_pages(layer.weight for layer in layers)  # type: ignore[misc]
 
     def find(self) -> None:
-        """See anew what the model consists of; steps that begin later run what was found."""
+        """Look again at which modules the model has; steps that begin later run what was found."""
         modules = list(self._model.modules())
         known, found = self._stand_ins, {}
         for module in modules:
@@ -142,7 +142,7 @@ class Hold:
         return every
 
     def look(self) -> None:
-        """See anew whether its parts are what they were; whether forwards were compiled."""
+        """Look again whether its parts are unchanged, and whether forwards were compiled."""
         with self._lock:
             for own in self._fused:
                 own.look()
@@ -181,7 +181,7 @@ class Hold:
 
     @contextmanager
     def as_written(self) -> Iterator[None]:
-        """Within this block the model is in eval mode and uncompiled, and else its owner's."""
+        """Within this block the model is uncompiled and in eval mode; else as its owner left it."""
         undo: list[Callable[[], None]] = []
         try:
             with self._lock:

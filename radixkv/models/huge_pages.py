@@ -1,7 +1,7 @@
 """Move tensors that are read again and again into huge pages, where they lie.
 
 A decode step reads every weight once. With pages of 4 KiB the processor walks its page tables
-for each of them; with pages of 2 MiB it reads a third faster here (docs/end-to-end.md). Only
+for each of them; with pages of 2 MiB it reads a third faster here (docs/log/end-to-end.md). Only
 Linux, and only as far as the system allows (`transparent_hugepage`: "always" or "madvise").
 """
 

@@ -57,7 +57,7 @@ def window_of(sees: MaskFunction, places: Tensor) -> int | None:
         return torch.as_tensor(seen, dtype=torch.bool).expand(1, 1, *key.shape)[0, 0]
 
     def first_unseen(query: int) -> int | None:
-        """How far back ``query`` sees no more; None if it sees everything before it."""
+        """How far back the nearest token lies that ``query`` does not see; None if it sees all."""
         low, high = 0, 0
         for high in map(int, places[places <= query]):
             if not bool(ask(torch.tensor([[query]]), torch.tensor([[high]]))):

@@ -48,7 +48,7 @@ class Measures:
 
     @classmethod
     def of(cls, model: nn.Module) -> Measures:
-        """Those of ``model`` as it is now; kept nowhere if it is small, or runs code of others.
+        """The measurements of ``model`` as it is now; not kept if it is small or runs others' code.
 
         Complexity: reads all weights once.
         """

@@ -107,7 +107,7 @@ class Recorder:
 
 
 def causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """What transformers builds a mask of where it is told nothing else."""
+    """Whether a query sees a key, by places: what transformers builds a causal mask from."""
     return key <= query
 
 
@@ -150,7 +150,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class Findings:
-    """What a model is, as far as serving it goes.
+    """What was found out about a model, as far as serving it needs.
 
     Attributes:
         windows: the sliding window of each layer, as its mask has it.

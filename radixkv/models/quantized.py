@@ -1,4 +1,4 @@
-"""Which layers of a model are a quantizer's, and how such a model is run."""
+"""Models whose layers a quantizer has replaced: which layers, and how such a model runs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A small twin of a model: the same classes and config with every number small, random weights.
+"""A small twin of a model: the same classes, small numbers in its config, random weights.
 
-What a config's numbers could change lies far away in a large model, and near in its twin: a run
-that no load could afford takes a tenth of a second.
+Where a number of the config changes something (a window, a length), that lies thousands of tokens
+away in a large model and a few in its twin. So a trial past it takes a tenth of a second.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Whether a model is still the one that cached KV is of.
+"""Whether a model was changed since its K and V were cached.
 
 `WeightWatch` looks at weights, adapters and modules when requests come, and at the cheaper part
-of that in every step, so that what was cached before a change goes and no request ends mixed.
+of that in every step. After a change all cached KV is dropped, and no request ends half with the
+old weights and half with the new.
 What a model writes in its own forward (tables of RoPE, masks, counters) is no change.
 """
 
@@ -292,7 +293,7 @@ class WeightWatch:
         return self._has_foreign()
 
     def accept(self) -> None:
-        """Take the model as it is for what it was."""
+        """Take the model as it is now for unchanged: later looks compare with this."""
         before, shapes = self._children, self._shapes
         self._note()
         replaced = len(before[2]) != len(self._children[2]) or not all(

@@ -1,4 +1,4 @@
-"""How text or ids go on where other tokens end."""
+"""Token ids of a text that continues other tokens: for `score` and `Branch.append`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def encode_continuation(
     vocab_size: int,
     name: str = "continuation",
 ) -> list[int]:
-    """Token ids of text or ids that go on where other tokens end: no special tokens are added.
+    """Token ids of text or ids that continue other tokens; no special tokens are added.
 
     Args:
         tail: text or token ids.
@@ -46,7 +46,7 @@ def encode_continuation(
 def encode_continuations(
     tokenizer: Any, tails: object, *, after: Sequence[int], vocab_size: int
 ) -> list[list[int]]:
-    """Token ids of several texts or ids that go on at one place, as `encode_continuation`.
+    """Token ids of several continuations of the same tokens; see `encode_continuation`.
 
     Raises:
         TypeError, ValueError: no list of them, or an empty one; or one that cannot be used: then

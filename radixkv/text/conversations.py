@@ -33,7 +33,7 @@ _ELSE = "append text or token ids instead"
 
 @dataclass(frozen=True)
 class Conversation:
-    """The messages that the first tokens of a branch are, up to an answer's opening.
+    """The messages that a branch's first tokens stand for, up to where the next answer begins.
 
     Attributes:
         messages: as they were given, and what was generated between them.
@@ -69,7 +69,7 @@ def continue_conversation(
     eos_token_ids: Collection[int],
     vocab_size: int,
 ) -> tuple[list[int], Conversation | None]:
-    """All token ids of a chat that goes on with ``messages``, up to the next answer's opening.
+    """All token ids of a chat with ``messages`` appended, up to where the next answer begins.
 
     With a conversation they are the template's over the whole chat. What stands after the
     conversation's tokens is the assistant's message; a message of the assistant that says the

@@ -1,9 +1,9 @@
-"""Where a text in tokens ends: what its last tokens make of a piece that goes on there.
+"""The end of a text in tokens: what stands there changes what the next tokens decode to.
 
 Tokens have no text of their own. A SentencePiece decoder takes a space from the first token
-and not from others, a character may lie in several tokens, a tokenizer adds a space to what it
-takes for the beginning of a text. What a piece is thus depends on what stands before it, and
-all who decode or encode a piece (`TextStream`, `encode_continuation`) ask here what that is.
+and not from others; a character may lie in several tokens; a tokenizer adds a space to what it
+takes for the beginning of a text. So the text of some tokens depends on the tokens before them.
+Whoever decodes or encodes a part of a text (`TextStream`, `encode_continuation`) does it here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STARTS = ("\n", ".", "a", "0", "Z", "|")
 
 
 class TextEnd:
-    """The last tokens of a text, as many as a decoder needs to go on rightly.
+    """The last tokens of a text: as many as a decoder needs to decode what follows.
 
     Args:
         tokenizer: of transformers.
