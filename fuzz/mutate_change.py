@@ -95,6 +95,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--skip", type=int, default=0, help="the first of them, run before")
+    parser.add_argument("--only", type=int, nargs="+", help="numbers of the mutants that are run")
     parser.add_argument("--most-tests", type=int, default=60, help="tests of one mutant")
     parser.add_argument("--limit", type=int, default=600, help="seconds for the tests of one")
     args = parser.parse_args()
@@ -107,15 +108,17 @@ def main() -> int:
         if site.line in lines
     ]
     chosen = random.Random(args.seed).sample(every, min(args.count, len(every)))
-    caught = 0
-    for number, site in enumerate(chosen[args.skip :], args.skip + 1):
+    caught = count = 0
+    for number, site in enumerate(chosen, 1):
+        if number <= args.skip or (args.only and number not in args.only):
+            continue
+        count += 1
         text, what = mutate(site)
         tests = sorted(by_line.get((site.file, site.line), ()), key=lambda t: sizes[t])
         is_seen = bool(tests) and is_caught(site, text, tests[: args.most_tests], args.limit)
         caught += is_seen
         fate = "caught" if is_seen else "SURVIVED" if tests else "NO TEST RUNS IT"
         print(f"{number}: {fate}: {site.file}:{site.line} ({site.kind}) {what}", flush=True)
-    count = len(chosen) - args.skip
     print(f"{caught} of {count} caught ({caught / max(count, 1):.1%})")
     return 0
 
