@@ -58,7 +58,7 @@ def _run_bench_engine(arguments: SimpleNamespace) -> None:
                 repeats=1 if arguments.quick else arguments.repeats,
                 openvino_model=arguments.openvino_model,
                 gguf=arguments.gguf,
-                against=arguments.against,
+                against=arguments.against or None,
                 progress=lambda text: print(text, file=sys.stderr),
             )
     if not arguments.json:
