@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from radixkv.attention.backend import get_backend, tiles
+from radixkv.attention import tiles
+from radixkv.attention.backend import get_backend
 from radixkv.attention.formats import KVCodec, KVSpec
 from radixkv.attention.reference import AttentionBatch
 from radixkv.attention.tiles import Tile
@@ -363,7 +364,7 @@ def test_the_command_line_times_and_tunes_on_a_gpu(capsys, monkeypatch):
     assert json.loads(capsys.readouterr().out)["device"] == "a GPU"
     assert main(["bench", "kernel", "--tune"]) == 0
     assert asked == [
-        ((["int8"],), {"heads": (8, 2, 64)}),
+        ((("int8",),), {"heads": (8, 2, 64)}),
         ((bench_gpu.KV_DTYPES,), {"heads": bench_gpu.HEADS}),
         ((bench_gpu.KV_DTYPES,), {"heads": bench_gpu.HEADS}),
     ]
