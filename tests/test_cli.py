@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.shell_completion import ShellComplete
 
 import radixkv
 from radixkv import KVSpec, PrefixCache
@@ -403,6 +404,12 @@ def test_what_is_no_command_is_refused_in_one_line(capsys, arguments, says):
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("radixkv: error: ")
     assert line.endswith(says)
+
+
+def test_a_shell_completes_commands_and_options():
+    complete = ShellComplete(cli.commands, {}, "radixkv", "_RADIXKV_COMPLETE").get_completions
+    assert [item.value for item in complete([], "ge")] == ["generate"]
+    assert [item.value for item in complete(["generate"], "--max")] == ["--max-new-tokens"]
 
 
 def test_an_interrupt_ends_a_command_without_a_traceback(capsys, monkeypatch):
