@@ -32,6 +32,7 @@ from typing import Any
 import llvmlite
 import llvmlite.binding
 import numba
+import platformdirs
 from numba import njit
 from numba.core import config, sigutils
 from numba.core.caching import CompileResultCacheImpl, FunctionCache
@@ -132,7 +133,7 @@ def folder() -> Path | None:
 
 
 @cache
-def _folder(numba_dir: str, own_dir: str | None, user_dir: str | None) -> Path | None:
+def _folder(numba_dir: str, own_dir: str | None, _user_dir: str | None) -> Path | None:
     if not build():
         logger.warning("kernels: no source files in %s; compiled anew each time", sources.FOLDER)
         return None
@@ -140,8 +141,8 @@ def _folder(numba_dir: str, own_dir: str | None, user_dir: str | None) -> Path |
     bases += [Path(own_dir).expanduser().absolute() / "kernels"] if own_dir else []
     bases.append(sources.FOLDER / "__pycache__")
     with contextlib.suppress(RuntimeError):  # a user without a home
-        user = Path(user_dir) if user_dir else Path.home() / ".cache"
-        bases.append(user.absolute() / "radixkv" / "kernels")
+        user = Path(platformdirs.user_cache_dir("radixkv", appauthor=False)).expanduser()
+        bases.append(user.absolute() / "kernels")
     refused = []
     for base in bases:
         found = base / f"{_PREFIX}{build()}"
@@ -222,6 +223,8 @@ class KernelCache(FunctionCache):
         if not self._enabled or path is None or not self._impl.check_cachable(data):
             return
         content = dumps(self._impl.reduce(data))
+        # Not by `radixkv.disk`, which kernels don't import: nor need it be, since a file that a
+        # crash left half written does not match its digest and is compiled anew.
         beside = ""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

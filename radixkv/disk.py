@@ -1,4 +1,4 @@
-"""Files that are whole or not there, whatever happens while they are written."""
+"""Where files are kept from run to run, and how one is written: whole or not at all."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from platformdirs import user_cache_dir
+
 fcntl: Any
 try:
     import fcntl
@@ -19,6 +21,31 @@ except ImportError:  # Windows, where nobody can remove a file that is open
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 _NEW_FILE |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _LEFT_S = 86400.0  # without locks: what was not written to for so long has no writer
+
+
+def cache_dir() -> Path:
+    """The folder of all that is kept from run to run; it need not exist yet.
+
+    ``RADIXKV_CACHE_DIR`` if set, else ``radixkv`` where this system keeps a user's caches: on
+    Linux in ``XDG_CACHE_HOME``, else in ``~/.cache``.
+
+    Raises:
+        RuntimeError: the user has no home folder.
+    """
+    own = os.environ.get("RADIXKV_CACHE_DIR")
+    # Where there is no home, platformdirs leaves a "~" in the path: expanding it again says so.
+    return Path(own or user_cache_dir("radixkv", appauthor=False)).expanduser().absolute()
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Make ``content`` that of a file, as `replacing` does it; makes the file's folder.
+
+    Raises:
+        OSError: it could not be written; what was there is there still.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        file.write(content)
 
 
 @contextlib.contextmanager

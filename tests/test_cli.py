@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.shell_completion import ShellComplete
 
 import radixkv
 from radixkv import KVSpec, PrefixCache
+from radixkv.cli import bench, common, generate
 from radixkv.cli import main as cli
 from radixkv.config import KV_DTYPES, KVConfig
 from radixkv.models.small_model import prepare_small_model
@@ -26,6 +28,12 @@ GEOMETRY = ["--layers", "2", "--kv-heads", "3", "--head-dim", "8", "--dtype", "f
 def run(capsys, *arguments: str) -> str:
     assert cli.main(arguments) == 0
     return capsys.readouterr().out
+
+
+def arguments_of(command: str, *given: str):
+    """What a command's function is called with."""
+    found = cli.commands.get_command(None, command)
+    return common.read_arguments(found.make_context(command, list(given)))
 
 
 def refusal(capsys, *arguments: str) -> str:
@@ -184,8 +192,8 @@ def test_generate_reads_a_file_standard_input_or_the_argument(tmp_path, monkeypa
     file.write_text("Hé, you\n\n", encoding="utf-8")
     monkeypatch.setattr("sys.stdin", io.StringIO("from stdin\n"))
 
-    def read(*arguments):
-        return cli._read_prompt(cli._parser().parse_args(["generate", *arguments]))
+    def read(*given):
+        return generate._read_prompt(arguments_of("generate", *given))
 
     assert read("--file", str(file)) == "Hé, you\n"
     assert read("-") == "from stdin"
@@ -260,11 +268,26 @@ def test_a_reader_that_leaves_early_gets_no_traceback(form):
 
 
 def test_help_names_every_command(capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["--help"])
-    assert ended.value.code == 0
-    text = capsys.readouterr().out
-    assert all(f"\n    {name} " in text for name in ("demo", "generate", "calc"))
+    text = run(capsys, "--help")
+    folder = Path(cli.__file__).parent
+    files = {path.stem for path in folder.glob("*.py")} - {"__init__", "common", "main"}
+    assert files == set(cli._COMMANDS)
+    assert all(f"\n  {name} " in text for name in files)
+
+
+@pytest.mark.parametrize("name", cli._COMMANDS)
+def test_each_command_has_help_and_json(capsys, name):
+    text = run(capsys, name, "--help")
+    assert text.startswith(f"Usage: radixkv {name} ")
+    assert "--json " in text
+
+
+def test_help_and_version_load_no_library_that_a_command_needs():
+    heavy = ["torch", "transformers", "numpy", "rich", "numba", "radixkv.config"]
+    code = "import sys; from radixkv.cli.main import main; assert main(sys.argv[1:]) == 0\n"
+    code += f"assert not set({heavy}) & sys.modules.keys()"
+    for asked in ("--help", "--version"):
+        subprocess.run([sys.executable, "-c", code, asked], check=True, capture_output=True)
 
 
 def test_bench_cache_ends_in_json_with_its_setting(capsys):
@@ -319,22 +342,17 @@ def test_an_option_without_effect_is_refused(capsys, arguments, says):
 
 
 def test_every_option_of_a_measurement_is_known_to_one():
-    from radixkv.cli import bench as cli_bench
-
-    parser = cli.CommandParser()
-    cli_bench.add_bench_arguments(parser)
-    names = {action.dest for action in parser._actions} - {"help", "what"}
-    assert set().union(*cli_bench._USED.values()) == names
-    (what,) = (action for action in parser._actions if action.dest == "what")
-    assert {mode.split()[0] for mode in cli_bench._USED} == set(what.choices)
+    options = {option.name: option for option in bench.command.params}
+    assert set().union(*bench._USED.values()) == options.keys() - {"what", "json"}
+    assert {mode.split()[0] for mode in bench._USED} == set(options["what"].type.choices)
 
 
 def test_what_was_given_is_told_from_defaults():
-    given = cli._parser().parse_args(["generate", "hi", "--top-k", "0", "--stop", "a"]).given
-    assert given == {"prompt": "hi", "top_k": 0, "stop": ["a"]}
-    arguments = cli._parser().parse_args(["generate", "--n", "2"])
+    given = arguments_of("generate", "hi", "--top-k", "0", "--stop", "a").given
+    assert given == {"prompt": "hi", "top_k": 0, "stop": ("a",)}
+    arguments = arguments_of("generate", "--n", "2")
     assert arguments.given == {"n": 2}
-    assert (arguments.max_new_tokens, arguments.stop, arguments.prompt) == (128, [], None)
+    assert (arguments.max_new_tokens, arguments.stop, arguments.prompt) == (128, (), None)
 
 
 @pytest.mark.parametrize(
@@ -349,24 +367,58 @@ def test_what_was_given_is_told_from_defaults():
         ("calc --block-size 8", "did you mean --page-size?"),
         ("calc --batch-size 8", "did you mean --batch?"),
         ("bench offline --num-runs 2", "did you mean --repeats?"),
-        ("genrate hi", "did you mean generate?"),
-        ("bench cach", "did you mean cache?"),
-        ("quality --rotate hadamrd", "did you mean hadamard?"),
+        ("generate hi --max-new 5", "for --max-new did you mean --max-new-tokens?"),
+        ("bench cach", "did you mean 'cache'?"),
+        ("quality --rotate hadamrd", "did you mean 'hadamard'?"),
     ],
 )
 def test_an_unknown_option_is_refused_with_the_one_that_is_meant(capsys, arguments, meant):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(arguments.split())
-    assert ended.value.code == cli.EXIT_BAD_INPUT
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert meant in said.err
+    assert meant in refusal(capsys, *arguments.split())
 
 
-def test_an_unknown_option_that_is_like_none_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["generate", "hi", "--qqq", "3"])
-    assert capsys.readouterr().err.endswith("unrecognized arguments: --qqq 3\n")
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("generate hi --qqq 3", "unrecognized option: --qqq"),
+        ("generate hi you", "Got unexpected extra argument (you)"),
+        ("generate hi --n x", "Invalid value for '--n': 'x' is not a valid integer."),
+        ("generate hi --n", "Option '--n' requires an argument."),
+        ("bench kernel --heads 8 2", "Option '--heads' requires 3 arguments."),
+        ("snapshot info", "Missing argument 'FILE...'."),
+    ],
+)
+def test_what_no_command_takes_is_refused_in_one_line(capsys, arguments, says):
+    assert refusal(capsys, *arguments.split()).endswith(f"error: {says}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "Missing command."),
+        (["genrate", "hi"], "did you mean 'generate'?"),
+        (["--jsn"], "No such option '--jsn'."),
+    ],
+)
+def test_what_is_no_command_is_refused_in_one_line(capsys, arguments, says):
+    assert cli.main(arguments) == cli.EXIT_BAD_INPUT
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("radixkv: error: ")
+    assert line.endswith(says)
+
+
+def test_a_shell_completes_commands_and_options():
+    complete = ShellComplete(cli.commands, {}, "radixkv", "_RADIXKV_COMPLETE").get_completions
+    assert [item.value for item in complete([], "ge")] == ["generate"]
+    assert [item.value for item in complete(["generate"], "--max")] == ["--max-new-tokens"]
+
+
+def test_an_interrupt_ends_a_command_without_a_traceback(capsys, monkeypatch):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "_read_prompt", interrupt)
+    assert cli.main(["generate", "hi"]) == cli.EXIT_INTERRUPTED
+    assert capsys.readouterr().err.strip() == ""
 
 
 def test_a_length_of_no_tokens_is_not_taken_for_none(capsys):

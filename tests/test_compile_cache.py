@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numba import types
 
-from radixkv.models.small_model import cache_dir
+from radixkv.disk import cache_dir
 from radixkv_kernels import compile_cache
 
 ROOT = Path(__file__).resolve().parent.parent

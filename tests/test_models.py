@@ -50,16 +50,6 @@ def left_behind(cache: Path) -> list[str]:
     return sorted(path.name for path in cache.iterdir()) if cache.exists() else []
 
 
-def test_cache_dir_is_the_users_own(monkeypatch, tmp_path):
-    monkeypatch.setenv("RADIXKV_CACHE_DIR", str(tmp_path / "own"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert models.cache_dir() == tmp_path / "own"
-    monkeypatch.delenv("RADIXKV_CACHE_DIR")
-    assert models.cache_dir() == tmp_path / "xdg" / "radixkv"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert models.cache_dir() == Path.home() / ".cache" / "radixkv"
-
-
 @pytest.mark.slow
 def test_a_first_call_saves_exactly_what_the_package_holds(
     empty_cache, tmp_path, monkeypatch, capfd

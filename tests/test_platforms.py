@@ -27,7 +27,8 @@ UNIX_NAMES = {
 
 # Other packages are imported first: what they need of this system is not what is asked here.
 OTHERS = "import torch, transformers, tokenizers, msgpack, xxhash, rich.console, rich.progress, "
-OTHERS += "numba, llvmlite, psutil, jinja2, asyncio, subprocess, multiprocessing, logging, http"
+OTHERS += "numba, llvmlite, click, platformdirs, psutil, jinja2, asyncio, subprocess, "
+OTHERS += "multiprocessing, logging, http"
 
 LESS = f"""
 import builtins, io, os, pathlib, sys

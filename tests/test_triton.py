@@ -22,11 +22,11 @@ from radixkv.bench import gpu_compile as compiled
 from radixkv.bench.gpu_compile import CompileJob, compile_kernel, faults_of
 from radixkv.cli.main import main
 from radixkv.config import KVConfig
+from radixkv.disk import cache_dir
 from radixkv.errors import UnsupportedModelError
 from radixkv.models import graphs
 from radixkv.models.batch import Batch
 from radixkv.models.graphs import DecodeGraphs
-from radixkv.models.small_model import cache_dir
 
 HERE = Path(__file__).resolve().parent
 CPU = torch.device("cpu")
@@ -364,7 +364,7 @@ def test_the_command_line_times_and_tunes_on_a_gpu(capsys, monkeypatch):
     assert json.loads(capsys.readouterr().out)["device"] == "a GPU"
     assert main(["bench", "kernel", "--tune"]) == 0
     assert asked == [
-        ((["int8"],), {"heads": (8, 2, 64)}),
+        ((("int8",),), {"heads": (8, 2, 64)}),
         ((bench_gpu.KV_DTYPES,), {"heads": bench_gpu.HEADS}),
         ((bench_gpu.KV_DTYPES,), {"heads": bench_gpu.HEADS}),
     ]

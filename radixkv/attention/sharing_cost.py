@@ -1,6 +1,6 @@
 """What reading shared pages together saves on this machine: measured once, kept on disk.
 
-One small JSON file in `radixkv.models.small_model.cache_dir`, at most `MAX_ENTRIES` entries,
+One small JSON file in `radixkv.disk.cache_dir`, at most `MAX_ENTRIES` entries,
 replaced in one rename. A file that cannot be read, or is not what was written, is measured anew.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from radixkv.models.small_model import cache_dir, write_whole
+from radixkv.disk import cache_dir, write_whole
 
 FILE_NAME = "sharing-costs.json"
 VERSION = 1  # of the file; raise it when what the numbers mean changes

@@ -13,14 +13,11 @@ the capacity holds, by bytes compares.
 from __future__ import annotations
 
 import gc
-import sys
 import time
 import tracemalloc
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +28,7 @@ from radixkv.attention.formats import KVSpec
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.tree import Tokens, common_prefix, encode_tokens
 from radixkv.config import KVConfig, require_choice, require_int
+from radixkv.machine import num_cpus, processor_name
 
 TokenIds = NDArray[np.int64]
 VOCABULARY = 50_000
@@ -205,7 +203,7 @@ def run_trace(
     measure_memory: bool = True,
     seed: int = 0,
     eviction: str = "lru",
-    progress: Callable[[Sequence[Any]], Iterable[Any]] | None = None,
+    tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> TraceResult:
     """Run one trace and say what a request costs.
 
@@ -215,7 +213,7 @@ def run_trace(
         ids: give token ids as ``"list"`` or as ``"array"`` (int64).
         baseline: run brute force over the same requests too.
         measure_memory: run once more under tracemalloc for the host bytes a cached token.
-        progress: wraps the requests, for a progress bar.
+        tell: is called with the requests done and to be done.
     """
     require_choice("trace", trace, tuple(TRACES))
     require_choice("ids", ids, ("list", "array"))
@@ -231,10 +229,11 @@ def run_trace(
     times = np.empty(len(given))
     matched = 0
     gc.collect()
-    for i, (prompt, whole) in enumerate(given if progress is None else progress(given)):
+    for i, (prompt, whole) in enumerate(given):
         start = time.perf_counter()
         matched += request(cache, prompt, whole)
         times[i] = time.perf_counter() - start
+        tell(i + 1, len(given))
     stats = cache.stats()
     baseline_us = baseline_matched = None
     if baseline:
@@ -373,10 +372,4 @@ def run_turns(num_turns: int, *, page_size: int = 16, new_tokens: int = 50) -> l
 
 def hardware() -> str:
     """The processor that numbers were measured on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    except OSError:
-        names = []
-    count = f"{len(names)} x " if names else ""
-    return f"{count}{next(islice(names, 1), sys.platform)}"
+    return f"{num_cpus()} x {processor_name()}"

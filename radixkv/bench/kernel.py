@@ -9,13 +9,11 @@ machine meets all alike. With one thread the clock is the process's CPU time, el
 from __future__ import annotations
 
 import json
-import platform
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -36,6 +34,7 @@ from radixkv.attention.reference import (
 )
 from radixkv.attention.shared_runs import find_runs
 from radixkv.config import KVConfig
+from radixkv.machine import processor_name
 
 DECODE_SHAPES = ((1, 32, 8, 128, 8192), (8, 32, 8, 128, 4096), (16, 9, 3, 64, 4096))
 EXTEND_SHAPES = ((1, 32, 8, 128, 4096), (1, 9, 3, 64, 4096))
@@ -394,15 +393,6 @@ def read_bandwidth(num_bytes: int = 2**28) -> float:
     return num_bytes / taken
 
 
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
 def bench_kernels(
     kv_dtypes: Sequence[str] = ("int8", "fp8", "int4"), *, num_threads: int | None = None
 ) -> dict[str, object]:
@@ -424,7 +414,7 @@ def bench_kernels(
         return {
             "bench": "kernel",
             "device": "cpu",
-            "processor": _processor(),
+            "processor": processor_name(),
             "torch": torch.__version__,
             "num_threads": torch.get_num_threads(),
             "page_size": PAGE_SIZE,

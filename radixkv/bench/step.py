@@ -19,13 +19,16 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.config import KVConfig
 from radixkv.models.batch import Run, build_batch
-from radixkv.models.linear import linear_kernels
 from radixkv.models.runner import ModelRunner
 from radixkv.models.small_model import prepare_small_model
 from radixkv.tools.demo import hardware
+from radixkv_kernels.cpu.attention import AttentionCall
+from radixkv_kernels.cpu.linear import PlacedProgram, Program
+from radixkv_kernels.cpu.write import Write
 
 
 def _clock() -> float:
@@ -46,75 +49,19 @@ def profile_step(
         alone; and ``share_outside_products``.
     """
     runner = ModelRunner.load(model)
-    taken: dict[str, float] = defaultdict(float)
-
-    def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **keywords: Any) -> Any:
-            begin = _clock()
-            try:
-                return call(*args, **keywords)
-            finally:
-                taken[name] += _clock() - begin
-
-        return run
-
+    parts: dict[str, list[float]] = defaultdict(list)
     with ExitStack() as held:
         held.callback(runner.release)
-        kernels = linear_kernels()
-        layers = [m for m in runner.model.modules() if type(m) is nn.Linear]
-        rows = {m.in_features: torch.randn(batch, m.in_features) for m in layers}
-        products = []
-        outs = []
-        for first in range(0, len(layers), 7):  # as many as a decoder layer has
-            product = kernels.Program(batch, torch.get_num_threads())
-            for module in layers[first : first + 7]:
-                outs.append(torch.empty(batch, module.out_features))
-                x, out = rows[module.in_features].data_ptr(), outs[-1].data_ptr()
-                sizes = module.out_features, module.in_features
-                weight = module.weight.data_ptr()
-                product.product(*sizes, x, 4 * sizes[1], weight, 0, out, 4 * sizes[0])
-            products.append(product)
-
-        def multiply_all() -> float:
-            begin = _clock()
-            for product in products:
-                product.run()
-            return _clock() - begin
-
-        config = KVConfig(dtype=kv_dtype, capacity=f"{2 * batch * length * 50}KiB")
+        products = _Products(runner.model, batch)
+        config = KVConfig(dtype=kv_dtype, capacity=2 * batch * length * 50 * 1024)
         cache = PrefixCache(runner.spec, config, backend="auto")
-        generator = torch.Generator().manual_seed(0)
-        shape = (2, length, runner.spec.num_kv_heads, runner.spec.head_dim)
-        k, v = torch.randn(shape, generator=generator)
-        leases = []
-        for number in range(batch):
-            token_ids = [10 + number] * length
-            lease = held.enter_context(cache.acquire(token_ids))
-            for layer in range(runner.spec.num_layers):
-                lease.write(layer, k, v)
-            leases.append(lease)
-        parts: dict[str, list[float]] = defaultdict(list)
-        watched = (
-            (kernels.Program, "programs"),
-            (kernels.PlacedProgram, "programs"),
-            (kernels.cpu.Write, "write"),
-            (kernels.cpu.AttentionCall, "attention"),
-        )
+        leases = [held.enter_context(lease) for lease in _filled(cache, batch, length)]
         for _ in range(repeats):
-            parts["products"].append(multiply_all())
+            parts["products"].append(products.run())
             for lease in leases:
                 lease.extend([5])
-            taken.clear()
-            begin = _clock()
-            runs = [Run(lease, [5], n := lease.num_tokens - 1, n + 1, n, n) for lease in leases]
-            with ExitStack() as watch:
-                for kind, name in watched:
-                    watch.enter_context(patch.object(kind, "run", timed(name, kind.run)))
-                runner.forward(build_batch(runs, runner.device), cache)
-            step = _clock() - begin
-            for name, part in (*taken.items(), ("step", step)):
+            for name, part in _time_step(runner, cache, leases).items():
                 parts[name].append(part)
-            parts["rest"].append(step - sum(taken.values()))
             for lease in leases:
                 lease.mark_written()
     found: dict[str, Any] = {name: median(times) for name, times in parts.items()}
@@ -127,6 +74,76 @@ def profile_step(
         "length": length,
         **found,
     }
+
+
+class _Products:
+    """The matrix products of a model's step and nothing else, in programs of a layer's length."""
+
+    def __init__(self, model: nn.Module, batch: int) -> None:
+        layers = [module for module in model.modules() if type(module) is nn.Linear]
+        self._rows = {m.in_features: torch.randn(batch, m.in_features) for m in layers}
+        self._outs = [torch.empty(batch, module.out_features) for module in layers]
+        self._programs = []
+        pairs = list(zip(layers, self._outs, strict=True))
+        for first in range(0, len(pairs), 7):  # as many as a decoder layer has
+            program = Program(batch, torch.get_num_threads())
+            for module, out in pairs[first : first + 7]:
+                x = self._rows[module.in_features].data_ptr()
+                sizes = module.out_features, module.in_features
+                weight = module.weight.data_ptr()
+                program.product(*sizes, x, 4 * sizes[1], weight, 0, out.data_ptr(), 4 * sizes[0])
+            self._programs.append(program)
+
+    def run(self) -> float:
+        """Multiply all; seconds that it took."""
+        begin = _clock()
+        for program in self._programs:
+            program.run()
+        return _clock() - begin
+
+
+def _filled(cache: PrefixCache, batch: int, length: int) -> list[Lease]:
+    """Leases of ``batch`` sequences that share nothing, their pages full of random rows."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, length, cache.spec.num_kv_heads, cache.spec.head_dim)
+    k, v = torch.randn(shape, generator=generator)
+    leases = []
+    for number in range(batch):
+        lease = cache.acquire([10 + number] * length)
+        for layer in range(cache.spec.num_layers):
+            lease.write(layer, k, v)
+        leases.append(lease)
+    return leases
+
+
+def _time_step(runner: ModelRunner, cache: PrefixCache, leases: list[Lease]) -> dict[str, float]:
+    """Seconds of one step of all ``leases``, of its parts, and the rest of it."""
+    taken: dict[str, float] = defaultdict(float)
+
+    def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **keywords: Any) -> Any:
+            begin = _clock()
+            try:
+                return call(*args, **keywords)
+            finally:
+                taken[name] += _clock() - begin
+
+        return run
+
+    watched = (
+        (Program, "programs"),
+        (PlacedProgram, "programs"),
+        (Write, "write"),
+        (AttentionCall, "attention"),
+    )
+    begin = _clock()
+    runs = [Run(lease, [5], n := lease.num_tokens - 1, n + 1, n, n) for lease in leases]
+    with ExitStack() as watch:
+        for kind, name in watched:
+            watch.enter_context(patch.object(kind, "run", timed(name, kind.run)))
+        runner.forward(build_batch(runs, runner.device), cache)
+    step = _clock() - begin
+    return {**taken, "step": step, "rest": step - sum(taken.values())}
 
 
 def main() -> None:

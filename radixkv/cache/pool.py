@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixkv.errors import CapacityError
+from radixkv.machine import free_memory_bytes, total_memory_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -173,22 +174,20 @@ class PagePool(ABC):
 
 def free_device_bytes(device: torch.device) -> int:
     """Bytes of memory that ``device`` has free now: that can be taken without swapping."""
-    import psutil
     import torch
 
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
+    return free_memory_bytes()
 
 
 def total_device_bytes(device: torch.device) -> int:
     """Bytes of memory that ``device`` has."""
-    import psutil
     import torch
 
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
-    return int(psutil.virtual_memory().total)
+    return total_memory_bytes()
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

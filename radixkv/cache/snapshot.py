@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from radixkv.cache.snapshot_file import (
 from radixkv.cache.tree import EXPIRED, Node, RadixTree, Root, Tokens, common_prefix, namespace_key
 from radixkv.cache.tree_choice import make_tree
 from radixkv.disk import replacing
+from radixkv.progress import shown_progress
 
 
 class _Kept(NamedTuple):
@@ -199,21 +200,6 @@ class PageBytes:
                 ids = torch.from_numpy(page_ids.copy()).to(flat.device)
                 block = np.ascontiguousarray(source.transpose(1, 0, 2))
                 flat[:, ids] = torch.from_numpy(block).to(flat.device)
-
-
-@contextlib.contextmanager
-def shown_progress(what: str, shown: bool) -> Iterator[Tell]:
-    """A function that shows pages done of all, as a bar on standard error if ``shown``."""
-    if not shown:
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(f"{what} pages", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def merge(target: PathLike, sources: Iterable[PathLike], *, progress: bool = False) -> int:

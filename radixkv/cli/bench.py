@@ -1,93 +1,28 @@
-"""The command `radixkv bench`: its options, and which measurement runs."""
+"""`radixkv bench`: its options, and which measurement runs."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
-from radixkv.cli.common import load_engine, require_model, require_used
+import click
+
+from radixkv.cli.common import (
+    Choice,
+    Command,
+    json_option,
+    load_engine,
+    require_model,
+    require_used,
+)
 from radixkv.config import KV_DTYPES, KVConfig, require_int
 from radixkv.errors import RadixKVError
+from radixkv.progress import shown_progress
 
 
-def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "what",
-        choices=("cache", "kernel", "load", "steps", "offline", "online"),
-        help="the cache by itself, the kernels, the parts of loading a model or of a step, whole "
-        "workloads beside other programs, or requests that arrive at random",
-    )
-    parser.add_argument(
-        "--trace",
-        choices=("rag", "agent", "samples"),
-        action="append",
-        help="may be given several times (default: all three)",
-    )
-    parser.add_argument(
-        "--requests", type=int, help="of each trace (default: its own number), or online (32)"
-    )
-    parser.add_argument("--capacity", type=int, default=200_000, help="tokens (200000)")
-    parser.add_argument("--page-size", type=int, default=16, help="tokens a page (16)")
-    parser.add_argument(
-        "--compile-only",
-        action="store_true",
-        help="kernel: only compile those for GPUs and read their machine code (no GPU needed)",
-    )
-    parser.add_argument(
-        "--kv-dtype",
-        choices=KV_DTYPES,
-        action="append",
-        help="kernel: formats that are compiled, or timed on a GPU, may be given several times; "
-        "offline and online: of the pages (int8)",
-    )
-    parser.add_argument(
-        "--tune",
-        action="store_true",
-        help="kernel: measure every tile on the GPU and keep the fastest for this machine",
-    )
-    parser.add_argument(
-        "--heads",
-        type=int,
-        nargs=3,
-        default=(32, 8, 128),
-        metavar=("QUERY", "KV", "DIM"),
-        help="kernel, on a GPU: query heads, KV heads, head_dim (32 8 128, Llama-3-8B)",
-    )
-    parser.add_argument("--ids", choices=("list", "array"), default="list", help="as given (list)")
-    parser.add_argument(
-        "--growth",
-        action="store_true",
-        help="a match and an eviction at 10,000 and 1,000,000 nodes; 500 turns of an agent",
-    )
-
-    engine = parser.add_argument_group("load, steps, offline and online")
-    engine.add_argument("--batch", type=int, default=16, help="samples in a step (16)")
-    engine.add_argument("--model", help="as of generate")
-    engine.add_argument("--quick", action="store_true", help="a twentieth of each length, once")
-    engine.add_argument("--seed", type=int, default=0, help="of prompts and arrivals (0)")
-    engine.add_argument("--rate", type=float, default=1.0, help="requests a second (1)")
-    engine.add_argument("--suite", choices=("agents",), default="agents", help="of workloads")
-    engine.add_argument("--repeats", type=int, default=3, help="runs of each program (3)")
-    engine.add_argument(
-        "--workload",
-        action="append",
-        choices=("rag", "samples", "beams", "mixed", "tree"),
-        help="may be given several times (default: all five)",
-    )
-    engine.add_argument(
-        "--against",
-        action="append",
-        choices=("transformers", "openvino-genai", "llama-cpp-python"),
-        help="may be given several times (default: all that are installed)",
-    )
-    engine.add_argument("--openvino-model", type=Path, help="the same model, exported to OpenVINO")
-    engine.add_argument("--gguf", type=Path, help="the same model, as llama.cpp reads it")
-
-
-def _run_bench_engine(arguments: argparse.Namespace) -> None:
+def _run_bench_engine(arguments: SimpleNamespace) -> None:
     from radixkv.bench import workloads as bench_engine
 
     scale = 0.05 if arguments.quick else 1.0
@@ -123,7 +58,7 @@ def _run_bench_engine(arguments: argparse.Namespace) -> None:
                 repeats=1 if arguments.quick else arguments.repeats,
                 openvino_model=arguments.openvino_model,
                 gguf=arguments.gguf,
-                against=arguments.against,
+                against=arguments.against or None,
                 progress=lambda text: print(text, file=sys.stderr),
             )
     if not arguments.json:
@@ -133,7 +68,7 @@ def _run_bench_engine(arguments: argparse.Namespace) -> None:
     print(json.dumps(result))
 
 
-def _run_bench_kernel(arguments: argparse.Namespace) -> None:
+def _run_bench_kernel(arguments: SimpleNamespace) -> None:
     from importlib.util import find_spec
 
     import torch
@@ -178,7 +113,7 @@ def _run_bench_kernel(arguments: argparse.Namespace) -> None:
     print(json.dumps(result) if arguments.json else report(result))
 
 
-def _run_bench_load(arguments: argparse.Namespace) -> None:
+def _run_bench_load(arguments: SimpleNamespace) -> None:
     from radixkv.bench.load import bench_load, report
     from radixkv.models.small_model import prepare_small_model
 
@@ -209,7 +144,7 @@ _USED = {
 }
 
 
-def _require_used(arguments: argparse.Namespace) -> None:
+def _require_used(arguments: SimpleNamespace) -> None:
     what = str(arguments.what)
     for option in ("growth", "tune", "compile_only"):
         mode = f"{what} --{option.replace('_', '-')}"
@@ -234,8 +169,85 @@ def _require_used(arguments: argparse.Namespace) -> None:
             )
 
 
-def run_bench(arguments: argparse.Namespace) -> None:
-    """Time the cache, the kernels, or whole workloads beside other programs."""
+@click.command("bench", cls=Command)
+@click.argument("what", type=Choice(("cache", "kernel", "load", "steps", "offline", "online")))
+@click.option(
+    "--trace",
+    type=Choice(("rag", "agent", "samples")),
+    multiple=True,
+    help="may be given several times (default: all three)",
+)
+@click.option(
+    "--requests", type=int, help="of each trace (default: its own number), or online (32)"
+)
+@click.option("--capacity", type=int, default=200_000, help="tokens (200000)")
+@click.option("--page-size", type=int, default=16, help="tokens a page (16)")
+@click.option(
+    "--compile-only",
+    is_flag=True,
+    help="kernel: only compile those for GPUs and read their machine code (no GPU needed)",
+)
+@click.option(
+    "--kv-dtype",
+    type=Choice(KV_DTYPES),
+    multiple=True,
+    help="kernel: formats that are compiled, or timed on a GPU, may be given several times; "
+    "offline and online: of the pages (int8)",
+)
+@click.option(
+    "--tune",
+    is_flag=True,
+    help="kernel: measure every tile on the GPU and keep the fastest for this machine",
+)
+@click.option(
+    "--heads",
+    type=int,
+    nargs=3,
+    default=(32, 8, 128),
+    metavar="QUERY KV DIM",
+    help="kernel, on a GPU: query heads, KV heads, head_dim (32 8 128, Llama-3-8B)",
+)
+@click.option("--ids", type=Choice(("list", "array")), default="list", help="as given (list)")
+@click.option(
+    "--growth",
+    is_flag=True,
+    help="a match and an eviction at 10,000 and 1,000,000 nodes; 500 turns of an agent",
+)
+@click.option("--batch", type=int, default=16, help="samples in a step (16)")
+@click.option("--model", help="as of generate")
+@click.option("--quick", is_flag=True, help="a twentieth of each length, once")
+@click.option("--seed", type=int, default=0, help="of prompts and arrivals (0)")
+@click.option("--rate", type=float, default=1.0, help="requests a second (1)")
+@click.option("--suite", type=Choice(("agents",)), default="agents", help="of workloads")
+@click.option("--repeats", type=int, default=3, help="runs of each program (3)")
+@click.option(
+    "--workload",
+    multiple=True,
+    type=Choice(("rag", "samples", "beams", "mixed", "tree")),
+    help="may be given several times (default: all five)",
+)
+@click.option(
+    "--against",
+    multiple=True,
+    type=Choice(("transformers", "openvino-genai", "llama-cpp-python")),
+    help="may be given several times (default: all that are installed)",
+)
+@click.option(
+    "--openvino-model", type=click.Path(path_type=Path), help="the same model, exported to OpenVINO"
+)
+@click.option(
+    "--gguf", type=click.Path(path_type=Path), help="the same model, as llama.cpp reads it"
+)
+@json_option
+def command(arguments: SimpleNamespace) -> None:
+    """Time the cache, the kernels, or whole workloads beside other programs.
+
+    \b
+    cache            the cache by itself
+    kernel           the kernels
+    load, steps      the parts of loading a model, of a step
+    offline, online  whole workloads beside other programs, requests that arrive at random
+    """
     _require_used(arguments)
     if arguments.what == "load":
         _run_bench_load(arguments)
@@ -249,7 +261,6 @@ def run_bench(arguments: argparse.Namespace) -> None:
     from dataclasses import asdict
 
     from rich.console import Console
-    from rich.progress import track
     from rich.table import Table
 
     from radixkv.bench.cache import growth, hardware, run_trace
@@ -262,23 +273,19 @@ def run_bench(arguments: argparse.Namespace) -> None:
         print(json.dumps(record))
         return
 
-    notes = Console(stderr=True)
     results = []
     for trace in arguments.trace or ("rag", "agent", "samples"):
-
-        def shown(requests: Any, trace: str = trace) -> Any:
-            return track(requests, description=trace, console=notes, transient=True)
-
-        results.append(
-            run_trace(
-                trace,
-                num_requests=arguments.requests,
-                capacity_tokens=arguments.capacity,
-                page_size=arguments.page_size,
-                ids=arguments.ids,
-                progress=None if arguments.json else shown,
+        with shown_progress(trace, not arguments.json) as show:
+            results.append(
+                run_trace(
+                    trace,
+                    num_requests=arguments.requests,
+                    capacity_tokens=arguments.capacity,
+                    page_size=arguments.page_size,
+                    ids=arguments.ids,
+                    tell=show,
+                )
             )
-        )
     record = {"hardware": hardware(), "capacity_tokens": arguments.capacity}
     record |= {"page_size": arguments.page_size, "traces": [asdict(r) for r in results]}
     if not arguments.json:

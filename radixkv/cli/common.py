@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import difflib
-import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from radixkv.config import KVConfig
+import click
+from click.core import ParameterSource
+
+from radixkv.config import KV_DTYPES, KVConfig, require_choice
 from radixkv.errors import RadixKVError
 from radixkv.names import KV_MEANINGS, SAMPLING_MEANINGS, snake_case
 
 if TYPE_CHECKING:
     from radixkv.engine.engine import Engine
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Names of others that mean an option of a command, where that command has it.
 _OTHERS = {
@@ -38,76 +41,103 @@ _OTHERS = {
 }
 
 
-class CommandParser(argparse.ArgumentParser):
-    """A parser that knows which options were given, and which is meant by one that is not ours.
+class Choice(click.Choice[str]):
+    """One of several words; a wrong one is refused as this library's own options refuse it."""
 
-    The namespace has ``given``: what stood on the command line itself, as a dict of names.
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return ``value``.
+
+        Raises:
+            ValueError: it is none of the words.
+        """
+        require_choice(param.opts[0] if param else "value", value, self.choices)
+        return str(value)
+
+
+class Command(click.Command):
+    """A command whose function takes its arguments in one piece, see `read_arguments`.
+
+    An unknown option is refused with the one that is meant, also where that has another name in
+    another library.
     """
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse all of ``args``; end with an error that says what is meant by an unknown one."""
-        found, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._meant(found, unknown)}")
-        return found
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click does it."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            said = f"unrecognized option: {error.option_name}"
+            meant = self._meant(error.option_name)
+            said += f"; for {error.option_name} did you mean {meant}?" if meant else ""
+            raise click.UsageError(said, ctx) from error
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse does it; of a command's options those that were given are kept apart."""
-        found, unknown = super().parse_known_args(args, namespace)
-        if self._subparsers is None:
-            defaults = [(action, action.default) for action in self._actions]
-            try:
-                for action in self._actions:
-                    action.default = argparse.SUPPRESS
-                given, _ = super().parse_known_args(args, argparse.Namespace())
-            finally:
-                for action, default in defaults:
-                    action.default = default
-            own = {action.dest for action in self._actions}
-            found.given = {name: value for name, value in vars(given).items() if name in own}
-        return found, unknown
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command's function."""
+        assert self.callback is not None
+        return ctx.invoke(self.callback, read_arguments(ctx))
 
-    def error(self, message: str) -> NoReturn:
-        """Write the error, with what a wrong choice may have meant, and exit with 2."""
-        wrong = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
-        if wrong is not None:
-            choices = [choice.strip("' ") for choice in wrong[2].split(",")]
-            like = difflib.get_close_matches(wrong[1].lower(), choices, n=1)
-            message += f"; did you mean {like[0]}?" if like else ""
-        super().error(message)
-
-    def _meant(self, found: argparse.Namespace, unknown: Sequence[str]) -> str:
-        """What is meant by unknown options, each as the end of a sentence."""
-        command = self._command(found)
+    def _meant(self, option: str) -> str | None:
         ours = {
-            option.lstrip("-").replace("-", "_"): option
-            for action in command._actions
-            for option in action.option_strings
+            name.lstrip("-").replace("-", "_"): name
+            for parameter in self.params
+            if isinstance(parameter, click.Option)
+            for name in parameter.opts
         }
-        said = ""
-        for text in unknown:
-            if not text.startswith("-"):
-                continue
-            option = text.partition("=")[0]
-            plain = snake_case(option.lstrip("-"))
-            meant = ours.get(_OTHERS.get(plain, plain))
-            if meant is None:
-                like = difflib.get_close_matches(plain, ours, n=1, cutoff=0.7)
-                meant = ours[like[0]] if like else None
-            if meant is not None:
-                said += f"; for {option} did you mean {meant}?"
-        return said
+        plain = snake_case(option.lstrip("-"))
+        plain = _OTHERS.get(plain, plain)
+        begun = [name for name in ours if name.startswith(plain)]
+        like = [plain] if plain in ours else begun or difflib.get_close_matches(plain, ours, 1, 0.7)
+        return ours[like[0]] if like else None
 
-    def _command(self, found: argparse.Namespace) -> argparse.ArgumentParser:
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                parser: argparse.ArgumentParser = action.choices[found.command]
-                return parser
-        return self
+
+def read_arguments(context: click.Context) -> SimpleNamespace:
+    """All arguments by their names; and ``given``, a dict of those on the command line itself."""
+    given = {
+        name: value
+        for name, value in context.params.items()
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    }
+    return SimpleNamespace(**context.params, given=given)
+
+
+json_option = click.option("--json", is_flag=True, help="print JSON, for machines")
+model_option = click.option(
+    "--model",
+    help="folder or hub id of a transformers causal LM (default: a small chat model, "
+    "prepared at the first use)",
+)
+
+
+def engine_options(function: Function) -> Function:
+    """Add the options that say which model is loaded, and how its pages are kept."""
+    for option in (
+        click.option("--capacity", help='bytes for KV pages, such as "512MiB"'),
+        click.option(
+            "--kv-dtype",
+            default="int8",
+            metavar="DTYPE",
+            help=f"one of {', '.join(KV_DTYPES)} (int8)",
+        ),
+        model_option,
+    ):
+        function = option(function)
+    return function
+
+
+def read_text(option: str, path: Path) -> str:
+    """Read a file that the user named.
+
+    Raises:
+        ValueError: it is not there, or no UTF-8 text.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{option}: expected a readable UTF-8 text file; {error}") from error
 
 
 def require_used(
-    arguments: argparse.Namespace, used: Collection[str], beside: str, *, mend: str
+    arguments: SimpleNamespace, used: Collection[str], beside: str, *, mend: str
 ) -> None:
     """Raise ValueError if an option was given that has no effect.
 
@@ -127,7 +157,8 @@ def require_used(
             )
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: object) -> str:
+    """What an error says, without line breaks."""
     return " ".join(str(error).split()) or type(error).__name__
 
 

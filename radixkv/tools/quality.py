@@ -7,6 +7,8 @@ engine does; nothing is simulated.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 import platform
 from collections.abc import Callable, Sequence
@@ -117,6 +119,38 @@ class _Candidate:
     greedy_match: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """What a text is cut into.
+
+    Attributes:
+        windows: tokens that are read, and the one that follows each of the text's own.
+        prompts: beginnings that are continued, ``greedy_tokens`` each.
+        most_tokens: that a cache holds at once.
+    """
+
+    windows: list[tuple[list[int], list[int]]]
+    prompts: list[list[int]]
+    greedy_tokens: int
+    most_tokens: int
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int], first: list[int], context: int) -> _Cut:
+        """Cut all but the last token, which is predicted only."""
+        text, num_tokens = list(token_ids), len(token_ids) - 1
+        stride = context - len(first)
+        windows = []
+        for start in range(0, num_tokens, stride):
+            stop = min(start + stride, num_tokens)
+            windows.append((first + text[start:stop], text[start + 1 : stop + 1]))
+        prompt_len = min(_PROMPT_TOKENS, stride // 2, num_tokens)
+        greedy_tokens = min(_GREEDY_TOKENS, stride - prompt_len)
+        starts = [i * (num_tokens - prompt_len) // _NUM_PROMPTS for i in range(_NUM_PROMPTS)]
+        prompts = [first + text[start : start + prompt_len] for start in starts]
+        most = max(context, _NUM_PROMPTS * (len(first) + prompt_len + greedy_tokens))
+        return cls(windows, prompts, greedy_tokens, most)
+
+
 def parse_format(name: str) -> tuple[str, str | None]:
     """Split a format's name into ``KVConfig``'s ``dtype`` and ``v_dtype``.
 
@@ -183,60 +217,53 @@ def measure_quality(
         parse_format(name)
     for rotation in rotations:
         require_choice("rotate", rotation, ("none", "hadamard"))
-    text, first = list(token_ids[: num_tokens + 1]), list(first_ids)
-    stride = context - len(first)
-    prompt_len = min(_PROMPT_TOKENS, stride // 2, num_tokens)
-    greedy_tokens = min(_GREEDY_TOKENS, stride - prompt_len)
-    starts = [i * (num_tokens - prompt_len) // _NUM_PROMPTS for i in range(_NUM_PROMPTS)]
-    prompts = [first + text[start : start + prompt_len] for start in starts]
-    longest = max(context, _NUM_PROMPTS * (len(first) + prompt_len + greedy_tokens))
-
-    def make_cache(kv_dtype: str, rotate: str) -> PrefixCache:
-        k_dtype, v_dtype = parse_format(kv_dtype)
-        config = KVConfig(dtype=k_dtype, v_dtype=v_dtype, rotate=rotate)
-        num_pages = longest // config.page_size + _NUM_PROMPTS + 1
-        capacity = num_pages * KVCodec(runner.spec, config).bytes_per_page
-        config = KVConfig(dtype=k_dtype, v_dtype=v_dtype, rotate=rotate, capacity=capacity)
-        return PrefixCache(runner.spec, config, device=runner.device, backend=backend)
-
-    baseline = _Candidate("model", "none", make_cache("model", "none"))
-    candidates = [
-        _Candidate(name, rotate, make_cache(name, rotate))
+    cut = _Cut.of(token_ids[: num_tokens + 1], list(first_ids), context)
+    pairs = [
+        (name, rotate)
         for name in dict.fromkeys(formats)
         for rotate in (("none",) if name == "model" else rotations)
     ]
-    num_chunks = sum(
-        len(_chunks(runner, len(first) + min(stride, num_tokens - start)))
-        for start in range(0, num_tokens, stride)
+    baseline, *candidates = (
+        _Candidate(name, rotate, _make_cache(runner, name, rotate, cut.most_tokens, backend))
+        for name, rotate in [("model", "none"), *pairs]
     )
+    num_chunks = sum(len(_chunks(runner, len(window))) for window, _ in cut.windows)
     total = (num_chunks + 1) * (len(candidates) + 1)
-    done = 0
+    passes = itertools.count(1)
 
     def step() -> None:
-        nonlocal done
-        done += 1
-        tell(done, total)
+        tell(next(passes), total)
 
-    for start in range(0, num_tokens, stride):
-        stop = min(start + stride, num_tokens)
-        window, targets = first + text[start:stop], text[start + 1 : stop + 1]
-        _measure_window(runner, baseline, candidates, window, targets, len(first), step)
-    continuations = _greedy(runner, baseline.cache, prompts, greedy_tokens)
+    for window, targets in cut.windows:
+        _measure_window(runner, baseline, candidates, window, targets, len(first_ids), step)
+    continuations = _greedy(runner, baseline.cache, cut.prompts, cut.greedy_tokens)
     step()
     for candidate in candidates:
-        candidate.greedy_match = _greedy_match(runner, candidate.cache, prompts, continuations)
+        candidate.greedy_match = _greedy_match(runner, candidate.cache, cut.prompts, continuations)
         step()
     base_nll = torch.cat(baseline.nlls)
     return Quality(
         num_tokens=num_tokens,
         context=context,
         greedy_prompts=_NUM_PROMPTS,
-        greedy_tokens=greedy_tokens,
+        greedy_tokens=cut.greedy_tokens,
         model_dtype=str(runner.spec.dtype).removeprefix("torch."),
         perplexity=math.exp(base_nll.mean()),
         bytes_per_token=baseline.cache.codec.bytes_per_token,
         formats=[_figures(candidate, base_nll) for candidate in candidates],
     )
+
+
+def _make_cache(
+    runner: ModelRunner, kv_dtype: str, rotate: str, most_tokens: int, backend: str
+) -> PrefixCache:
+    """A cache in one format that holds ``most_tokens``, or the prompts with what follows them."""
+    k_dtype, v_dtype = parse_format(kv_dtype)
+    config = KVConfig(dtype=k_dtype, v_dtype=v_dtype, rotate=rotate)
+    num_pages = most_tokens // config.page_size + _NUM_PROMPTS + 1
+    capacity = num_pages * KVCodec(runner.spec, config).bytes_per_page
+    config = dataclasses.replace(config, capacity=capacity)
+    return PrefixCache(runner.spec, config, device=runner.device, backend=backend)
 
 
 def _chunks(runner: ModelRunner, num_tokens: int) -> list[tuple[int, int]]:
