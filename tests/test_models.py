@@ -51,6 +51,7 @@ def left_behind(cache: Path) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # converts 135 million weights
 def test_a_first_call_saves_exactly_what_the_package_holds(
     empty_cache, tmp_path, monkeypatch, capfd
 ):

@@ -79,7 +79,7 @@ def bench_snapshot(num_bytes: int, rounds: int, folder: Path) -> SnapshotFigures
     cache = make()
     for tensor in cache.storage.pages:
         tensor.view(torch.uint8).fill_(7)
-    pages_each = 64
+    pages_each = min(64, cache.pool.num_pages)
     for start in range(cache.pool.num_pages // pages_each):
         token_ids = np.arange(pages_each * cache.page_size) + 1_000_000 * start
         with cache.acquire(token_ids) as lease:
