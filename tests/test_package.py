@@ -289,6 +289,7 @@ def source(tmp_path_factory):
     """A copy of what is packaged, with one more kernel file, so that builds leave no trace here."""
     folder = tmp_path_factory.mktemp("source")
     shutil.copy(ROOT / "pyproject.toml", folder)
+    shutil.copy(ROOT / "setup.py", folder)
     shutil.copy(README, folder)
     ignore = shutil.ignore_patterns("__pycache__")
     for name in ("radixkv", "kernels"):
