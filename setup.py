@@ -1,7 +1,7 @@
 """What pyproject.toml cannot say: an editable install that type checkers find, too.
 
-`kernels/` is imported as `radixkv_kernels`, so setuptools installs a finder, code that runs when
-Python looks for a module. mypy and pyright run no such code: they read the folders that `.pth` files
+`kernels/` is imported as `radixkv_kernels`, so setuptools installs a finder: code that runs when
+Python looks for a module. mypy and pyright run none; they read the folders that `.pth` files
 name. So the editable wheel names this folder as well.
 """
 

@@ -81,7 +81,7 @@ def profile_step(
                 product.run()
             return _clock() - begin
 
-        config = KVConfig(dtype=kv_dtype, capacity=f"{2 * batch * length * 50}KiB")
+        config = KVConfig(dtype=kv_dtype, capacity=f"{2 * batch * length * 50}KiB")  # type: ignore[arg-type]
         cache = PrefixCache(runner.spec, config, backend="auto")
         generator = torch.Generator().manual_seed(0)
         shape = (2, length, runner.spec.num_kv_heads, runner.spec.head_dim)

@@ -193,10 +193,10 @@ def measure_quality(
 
     def make_cache(kv_dtype: str, rotate: str) -> PrefixCache:
         k_dtype, v_dtype = parse_format(kv_dtype)
-        config = KVConfig(dtype=k_dtype, v_dtype=v_dtype, rotate=rotate)
+        config = KVConfig(dtype=k_dtype, v_dtype=v_dtype, rotate=rotate)  # type: ignore[arg-type]
         num_pages = longest // config.page_size + _NUM_PROMPTS + 1
         capacity = num_pages * KVCodec(runner.spec, config).bytes_per_page
-        config = KVConfig(dtype=k_dtype, v_dtype=v_dtype, rotate=rotate, capacity=capacity)
+        config = KVConfig(dtype=k_dtype, v_dtype=v_dtype, rotate=rotate, capacity=capacity)  # type: ignore[arg-type]
         return PrefixCache(runner.spec, config, device=runner.device, backend=backend)
 
     baseline = _Candidate("model", "none", make_cache("model", "none"))
