@@ -23,6 +23,7 @@ from radixkv.cache.pool import PageIds
 from radixkv.cache.tree import Tokens, decode_tokens
 from radixkv.config import require_int
 from radixkv.errors import CapacityError
+from radixkv.names import safe_repr
 
 if TYPE_CHECKING:
     from radixkv.cache.prefix_cache import PrefixCache
@@ -72,6 +73,15 @@ class Lease:
         cache._leases[id(self)] = weakref.ref(self)
 
     # --- what it is --------------------------------------------------------------------
+
+    @safe_repr
+    def __repr__(self) -> str:
+        if self._released:
+            return f"of {self._num_tokens:,} tokens, released"
+        return (
+            f"of {self._num_tokens:,} tokens on {self._num_pages:,} pages, "
+            f"{self._num_cached:,} were cached, {min(self._written):,} have KV"
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -472,6 +482,11 @@ class Pin:
         self.num_tokens = num_tokens
         self.namespace = namespace
         self._active = True
+
+    @safe_repr
+    def __repr__(self) -> str:
+        state = "active" if self._active else "ended"
+        return f"of {self.num_tokens:,} tokens on {self._pages.size:,} pages, {state}"
 
     @property
     def is_active(self) -> bool:

@@ -44,6 +44,7 @@ from radixkv.cache.tree import namespace_key
 from radixkv.cache.tree_choice import make_tree
 from radixkv.config import KVConfig, parse_bytes, require_int, require_namespace, require_real
 from radixkv.errors import CacheInvariantError, CapacityError
+from radixkv.names import safe_repr
 
 _RULE_FIELDS = {field.name for field in fields(ScoreRule)} - {"softmax_scale"}
 _DEFAULT_CAPACITY_SHARE = 4  # capacity=None: a quarter of the free memory
@@ -127,6 +128,26 @@ class PrefixCache:
         self._num_pinned = 0
         self._now = time.monotonic
         self.identify = identify
+
+    @safe_repr
+    def __repr__(self) -> str:
+        # No lock: numbers of two moments may stand beside each other while another call runs.
+        return (
+            f"of {self.formats} KV on {self.device}, backend {self.backend.name}: "
+            f"{self.usage}, {self.tree.num_tokens:,} tokens cached"
+        )
+
+    @property
+    def formats(self) -> str:
+        """The storage format of K, and of V if it has another: "int8", "int8/int4"."""
+        names = self.codec.k_format.name, self.codec.v_format.name
+        return "/".join(dict.fromkeys(names))
+
+    @property
+    def usage(self) -> str:
+        """Pages in use of all there are, in words; takes no lock."""
+        total = self.pool.num_pages
+        return f"{total - self.pool.num_free:,} of {total:,} pages of {self.page_size} tokens used"
 
     def after_fork(self) -> None:
         """Free the lock, in a process whose fork() may have copied it held by another thread."""

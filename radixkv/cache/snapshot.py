@@ -211,7 +211,9 @@ def shown_progress(what: str, shown: bool) -> Iterator[Tell]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    console = Console(stderr=True)
+    is_seen = console.is_terminal or console.is_jupyter  # a pipe gets nothing
+    with Progress(*columns, console=console, disable=not is_seen) as bar:
         task = bar.add_task(f"{what} pages", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

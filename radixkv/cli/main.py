@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import sys
 import time
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0, 2 for bad input, 130 when interrupted."""
     arguments = _parser().parse_args(argv)
     run: Callable[[argparse.Namespace], None] = arguments.run
+    logging.basicConfig(format="%(message)s")  # a program shows its library's warnings
     try:
         run(arguments)
         sys.stdout.flush()

@@ -27,6 +27,7 @@ from radixkv.engine.sampling import Sampled, SamplerRow
 from radixkv.engine.scheduler import Output, Scheduler, Sequence
 from radixkv.errors import EngineClosedError, RadixKVError
 from radixkv.failures import copy_of
+from radixkv.names import safe_repr
 
 logger = logging.getLogger("radixkv")
 
@@ -82,6 +83,21 @@ class Request:
         self._scheduler: Scheduler | None = None
         self._sequences: list[Sequence] = []
         self._result: Any = None
+
+    @safe_repr
+    def __repr__(self) -> str:
+        if self.error is not None:
+            state = f"failed: {type(self.error).__name__}"
+        elif self.aborted:
+            state = "aborted"
+        elif self.done:
+            state = "done"
+        else:
+            state = "waiting" if self._queued else "running"
+        return (
+            f"of {len(self.prompt_token_ids):,} prompt tokens, {self.num_tokens:,} generated, "
+            f"{state}"
+        )
 
     def result(self) -> Any:
         """The `Result` (or list of `Score`).

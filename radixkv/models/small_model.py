@@ -196,16 +196,19 @@ def _convert(scratch: Path, tell: Tell) -> None:
 
 @contextlib.contextmanager
 def hidden_progress_bars() -> Iterator[None]:
-    """Hide transformers' own progress bars within the block."""
+    """Hide the progress bars of transformers and of the hub's client within the block."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    shown, hub_is_quiet = logging.is_progress_bar_enabled(), are_progress_bars_disabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
         if shown:
-            logging.enable_progress_bar()
+            logging.enable_progress_bar()  # the hub's too
+            if hub_is_quiet:
+                disable_progress_bars()
 
 
 @contextlib.contextmanager
