@@ -104,8 +104,8 @@ SamplingParams(max_tokens=4)
 radixkv.Engine.from_pretrained("somewhere", backend="cuda")
 """
 
-# Of other packages mypy reads no types but NumPy's and torch's, of these what tells a tensor from ours:
-# reading all that is imported somewhere takes a minute, and a user's caches have it.
+# Of other packages mypy reads no types but NumPy's, and of torch's what tells a tensor from ours:
+# reading all that is imported somewhere takes a minute.
 TORCH = """
 class Tensor: ...
 class device: ...
