@@ -71,10 +71,11 @@ def test_a_stream_that_nobody_reads_is_paused(
         next(stream)
         paused.clear()  # that read may have let it go on
         assert paused.wait(60)
-        assert stream.request.num_tokens <= 10  # of 60: it waits for its reader
+        # Of 60: as many as wait for a reader, and those that the first read took together.
+        assert stream.request.num_tokens <= 16
         # Others are served meanwhile, and it goes on when it is read.
         engine.generate("another one", **fields)
-        assert stream.request.num_tokens <= 10
+        assert stream.request.num_tokens <= 16
         rest = [token_id for delta in stream for token_id in delta.token_ids]
         assert rest == expected[1:]
         assert engine.stats().decode_tokens > before
