@@ -134,6 +134,11 @@ class Request:
         error, self.error = self.error, None
         return self._result if error is None else error
 
+    @property
+    def num_deltas(self) -> int:
+        """Deltas that wait for `take_deltas`."""
+        return len(self._deltas)
+
     def take_deltas(self) -> list[Delta]:
         """The deltas that came since the last call."""
         taken = []

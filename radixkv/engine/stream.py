@@ -34,8 +34,9 @@ class Stream(Iterator[Delta]):
 
     @safe_repr
     def __repr__(self) -> str:
-        state = "closed" if self.request.done and not self._ready else "open"
-        return f"of {self.request!r}, {len(self._ready):,} deltas ready, {state}"
+        num_ready = len(self._ready) + self.request.num_deltas
+        state = "closed" if self.request.done and not num_ready else "open"
+        return f"of {self.request!r}, {num_ready:,} deltas ready, {state}"
 
     def __iter__(self) -> Stream:
         return self
