@@ -26,6 +26,7 @@ from radixkv import (
     Request,
 )
 from radixkv.engine.stream import Stream
+from radixkv.models.small_model import hidden_progress_bars
 
 KV = KVConfig(page_size=4, capacity="64KiB", v_dtype="fp8")
 PROMPT = list(range(3, 20))
@@ -271,10 +272,20 @@ def test_from_pretrained_and_generate_write_nothing_to_a_pipe(tiny_model, tmp_pa
 
 def test_bars_of_other_libraries_are_as_before_after_a_model_was_loaded(tiny_model, tmp_path):
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled
+    from transformers import modeling_gguf_pytorch_utils as gguf
     from transformers.utils import logging as theirs
 
     tiny_model("llama").save_pretrained(tmp_path)
-    before = theirs.is_progress_bar_enabled(), are_progress_bars_disabled()
+    before = theirs.is_progress_bar_enabled(), are_progress_bars_disabled(), gguf.tqdm
     kv = KVConfig(capacity="1MiB")
     Engine.from_pretrained(tmp_path, kv=kv, backend="torch").close()
-    assert (theirs.is_progress_bar_enabled(), are_progress_bars_disabled()) == before
+    after = theirs.is_progress_bar_enabled(), are_progress_bars_disabled(), gguf.tqdm
+    assert after == before
+
+
+def test_the_bar_of_the_gguf_reader_does_not_reach_a_pipe(capfd):
+    from transformers import modeling_gguf_pytorch_utils as gguf
+
+    with hidden_progress_bars():
+        assert list(gguf.tqdm([1, 2], desc="Converting")) == [1, 2]
+    assert capfd.readouterr() == ("", "")
