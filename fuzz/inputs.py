@@ -88,28 +88,34 @@ prompts = st.one_of(
 )
 # Options that are in range, at its ends too: these must run.
 ids = st.integers(0, VOCAB_SIZE - 1)
-sound = st.fixed_dictionaries(
-    {"max_new_tokens": st.integers(1, 3)},
-    optional={
-        "n": st.integers(1, 3),
-        "temperature": st.floats(0, 1e308),
-        "top_p": st.floats(0, 1, exclude_min=True),
-        "top_k": st.integers(0, 2**70),
-        "min_p": st.floats(0, 1),
-        "repetition_penalty": st.floats(0, 1e308, exclude_min=True),
-        "presence_penalty": st.floats(-2, 2),
-        "frequency_penalty": st.floats(-2, 2),
-        "logit_bias": st.dictionaries(ids, st.floats(allow_nan=False, allow_infinity=False)),
-        "seed": st.integers(-(2**63), 2**64 - 1),
-        "stop": st.lists(st.text(st.characters(codec="utf-8"), min_size=1), max_size=2),
-        "stop_token_ids": st.lists(ids, max_size=3),
-        "ignore_eos": st.booleans(),
-        "logprobs": st.integers(0, VOCAB_SIZE),
-        "prompt_logprobs": st.integers(0, VOCAB_SIZE),
-        "skip_special_tokens": st.booleans(),
-        "timeout_s": st.floats(0, exclude_min=True, allow_infinity=False),
-    },
-)
+SOUND = {
+    "n": st.integers(1, 3),
+    "temperature": st.floats(0, 1e308),
+    "top_p": st.floats(0, 1, exclude_min=True),
+    "top_k": st.integers(0, 2**70),
+    "min_p": st.floats(0, 1),
+    "repetition_penalty": st.floats(0, 1e308, exclude_min=True),
+    "presence_penalty": st.floats(-2, 2),
+    "frequency_penalty": st.floats(-2, 2),
+    "logit_bias": st.dictionaries(ids, st.floats(allow_nan=False, allow_infinity=False)),
+    "seed": st.integers(-(2**63), 2**64 - 1),
+    "stop": st.lists(st.text(st.characters(codec="utf-8"), min_size=1), max_size=2),
+    "stop_token_ids": st.lists(ids, max_size=3),
+    "ignore_eos": st.booleans(),
+    "logprobs": st.integers(0, VOCAB_SIZE),
+    "prompt_logprobs": st.integers(0, VOCAB_SIZE),
+    "skip_special_tokens": st.booleans(),
+    "timeout_s": st.floats(0, exclude_min=True, allow_infinity=False),
+}
+# Each field is above or here (a test says so): what each is fuzzed by instead.
+ELSEWHERE = {
+    "max_new_tokens": "given below in any case, or what runs would be long",
+    "logits_processors": "fuzz.faults",
+    "json_schema": "fuzz.guided",
+    "regex": "fuzz.guided",
+    "grammar": "fuzz.guided",
+}
+sound = st.fixed_dictionaries({"max_new_tokens": st.integers(1, 3)}, optional=SOUND)
 sound_prompts = st.one_of(
     st.lists(ids, min_size=1, max_size=9),
     st.text(st.characters(codec="utf-8"), min_size=1, max_size=9),

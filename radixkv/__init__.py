@@ -7,13 +7,19 @@ kernel compiler, and the tree can be used without torch.
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 from radixkv.version import __version__ as __version__
 
+# What is said goes to the logger "radixkv"; where nobody listens, nothing is written to stderr.
+logging.getLogger("radixkv").addHandler(logging.NullHandler())
+
 _HOME = {
     "BeamParams": "config",
     "KVConfig": "config",
+    "KVDtype": "config",
+    "SamplingFields": "config",
     "SamplingParams": "config",
     "CacheInvariantError": "errors",
     "CapacityError": "errors",
@@ -23,6 +29,9 @@ _HOME = {
     "RadixKVError": "errors",
     "SnapshotError": "errors",
     "UnsupportedModelError": "errors",
+    "Chat": "text.prompts",
+    "Prompt": "text.prompts",
+    "TokenIds": "text.prompts",
     "RadixTree": "cache.tree",
     "KVSpec": "attention.formats",
     "CacheStats": "cache.stats",
@@ -33,6 +42,7 @@ _HOME = {
     "Delta": "engine.results",
     "Engine": "engine.engine",
     "EngineStats": "engine.stats",
+    "FinishReason": "engine.results",
     "Request": "engine.request",
     "Result": "engine.results",
     "Sample": "engine.results",
@@ -63,11 +73,14 @@ if TYPE_CHECKING:
     from radixkv.cache.tree import RadixTree as RadixTree
     from radixkv.config import BeamParams as BeamParams
     from radixkv.config import KVConfig as KVConfig
+    from radixkv.config import KVDtype as KVDtype
+    from radixkv.config import SamplingFields as SamplingFields
     from radixkv.config import SamplingParams as SamplingParams
     from radixkv.engine.branch import Branch as Branch
     from radixkv.engine.engine import Engine as Engine
     from radixkv.engine.request import Request as Request
     from radixkv.engine.results import Delta as Delta
+    from radixkv.engine.results import FinishReason as FinishReason
     from radixkv.engine.results import Result as Result
     from radixkv.engine.results import Sample as Sample
     from radixkv.engine.results import Score as Score
@@ -80,3 +93,6 @@ if TYPE_CHECKING:
     from radixkv.errors import RadixKVError as RadixKVError
     from radixkv.errors import SnapshotError as SnapshotError
     from radixkv.errors import UnsupportedModelError as UnsupportedModelError
+    from radixkv.text.prompts import Chat as Chat
+    from radixkv.text.prompts import Prompt as Prompt
+    from radixkv.text.prompts import TokenIds as TokenIds

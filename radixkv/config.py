@@ -10,15 +10,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from numbers import Integral, Real
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, TypeGuard, TypeVar, get_args
 
 from radixkv.names import BEAM_MEANINGS, KV_MEANINGS, SAMPLING_MEANINGS, named_fields
 
-KV_DTYPES = ("int8", "fp8", "fp8_e5m2", "int4", "model")
-ROTATIONS = ("auto", "hadamard", "none")
-EVICTIONS = ("lru", "lfu", "priority")
-SHARED_PREFIX = ("auto", "always", "never")
-BACKENDS = ("auto", "triton", "cpu", "torch")
+# Choices, once: the aliases for type checkers, the tuples for checks and messages.
+KVDtype: TypeAlias = Literal["int8", "fp8", "fp8_e5m2", "int4", "model"]
+Rotation: TypeAlias = Literal["auto", "hadamard", "none"]
+Eviction: TypeAlias = Literal["lru", "lfu", "priority"]
+SharedPrefix: TypeAlias = Literal["auto", "always", "never"]
+BackendName: TypeAlias = Literal["auto", "triton", "cpu", "torch"]
+OnError: TypeAlias = Literal["raise", "return"]
+
+KV_DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
+ROTATIONS: tuple[Rotation, ...] = get_args(Rotation)
+EVICTIONS: tuple[Eviction, ...] = get_args(Eviction)
+SHARED_PREFIX: tuple[SharedPrefix, ...] = get_args(SharedPrefix)
+BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
+
+Choice = TypeVar("Choice", bound=str)
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _UNITS |= {f"{u}i": 1024 ** (i + 1) for i, u in enumerate("kmgt")}
@@ -50,10 +60,10 @@ def parse_bytes(value: int | str, *, name: str = "capacity") -> int:
     return num_bytes
 
 
-def require_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Raise ValueError, listing the valid names, unless ``value`` is one of ``choices``."""
+def require_choice(name: str, value: object, choices: Sequence[Choice]) -> Choice:
+    """Return ``value`` if it is one of ``choices``; else ValueError, which lists them."""
     if isinstance(value, str) and value in choices:
-        return
+        return value  # type: ignore[return-value]
     like: list[str] = []
     if isinstance(value, str):
         plain = value.lower().replace("-", "_")
@@ -160,13 +170,6 @@ def _store(params: object, name: str, value: object) -> None:
     object.__setattr__(params, name, value)
 
 
-def _take_none(params: object, meanings: Mapping[str, Any]) -> None:
-    """Give each field that is None, as other libraries write "not at all", the value for that."""
-    for name, value in meanings.items():
-        if getattr(params, name) is None:
-            _store(params, name, value)
-
-
 @named_fields(KV_MEANINGS)
 @dataclass(frozen=True, kw_only=True)
 class KVConfig:
@@ -188,14 +191,14 @@ class KVConfig:
             it pays, ``"always"``, ``"never"``.
     """
 
-    dtype: str = "int8"
+    dtype: KVDtype = "int8"
     page_size: int = 16
     capacity: int | str | None = None
-    rotate: str = "auto"
-    v_dtype: str | None = None
-    eviction: str = "lru"
+    rotate: Rotation = "auto"
+    v_dtype: KVDtype | None = None
+    eviction: Eviction = "lru"
     pin_share: float = 0.5
-    shared_prefix: str = "auto"
+    shared_prefix: SharedPrefix = "auto"
 
     def __post_init__(self) -> None:
         require_choice("KVConfig.dtype", self.dtype, KV_DTYPES)
@@ -216,7 +219,7 @@ class KVConfig:
 
 
 def _require_ids(name: str, value: object) -> tuple[int, ...]:
-    value = _plain(value)
+    value = () if value is None else _plain(value)
     if isinstance(value, Integral):
         value = (value,)
     if getattr(value, "ndim", None) == 1 and hasattr(value, "tolist"):
@@ -226,6 +229,37 @@ def _require_ids(name: str, value: object) -> tuple[int, ...]:
     if isinstance(value, (str, bytes, bytearray)) or not isinstance(value, Sequence):
         raise TypeError(f"{name}: expected token ids, as a list, got {value!r}")
     return tuple(require_int(name, token_id, 0) for token_id in value)
+
+
+def _require_biases(name: str, value: object) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"{name}: expected a mapping of token id to bias, got {type(value).__name__}"
+        )
+    biases = {}
+    for token_id, bias in value.items():
+        is_text = isinstance(token_id, str) and token_id.isdecimal() and len(token_id) < 20
+        own_id = require_int(name, int(token_id) if is_text else token_id, 0)
+        biases[own_id] = require_real(f"{name}[{token_id}]", bias, -math.inf)
+    return biases
+
+
+def _require_stops(name: str, value: object) -> tuple[str, ...]:
+    stops = () if value is None else (value,) if isinstance(value, str) else value
+    if not _is_list(stops) or any(not isinstance(s, str) for s in stops):
+        raise TypeError(f"{name}: expected a string or strings, got {value!r}")
+    if any(not s for s in stops):
+        raise ValueError(f"{name}: expected strings that are not empty, got {value!r}")
+    for text in stops:
+        require_unicode(name, text)
+    return tuple(map(str, stops))
+
+
+def _require_callables(name: str, value: object) -> tuple[Callable[..., Any], ...]:
+    callables = () if value is None else value
+    if not _is_list(callables) or any(not callable(one) for one in callables):
+        raise TypeError(f"{name}: expected a sequence of callables, got {value!r}")
+    return tuple(callables)
 
 
 def _exact_int(digits: str) -> int:
@@ -270,23 +304,121 @@ def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
 
 
-# What None means where other libraries write it: as if the option were not there.
-_SAMPLING_NONE = {
-    "n": 1,
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "stop": (),
-    "stop_token_ids": (),
-    "logits_processors": (),
+class Number(NamedTuple):
+    """The range of a field that is a number.
+
+    Attributes:
+        low, high: its ends; ``high`` None is without end.
+        above: ``low`` itself is not in it.
+        whole: it is an int, else a float.
+        none: what None stands for, if it may be given; "None" is None itself.
+    """
+
+    low: float
+    high: float | None = None
+    above: bool = False
+    whole: bool = False
+    none: float | Literal["None"] | None = None
+
+    def check(self, name: str, value: object) -> float | int:
+        """Return ``value`` as a number of this range; TypeError or ValueError otherwise."""
+        if self.whole:
+            return require_int(name, value, int(self.low), self.high)  # type: ignore[arg-type]
+        high = math.inf if self.high is None else self.high
+        return require_real(name, value, self.low, high, above=self.above)
+
+
+def _store_numbers(params: object, numbers: Mapping[str, Number]) -> None:
+    """Check the fields of a frozen dataclass that are numbers, and put in what was checked."""
+    for name, number in numbers.items():
+        value = getattr(params, name)
+        if value is None:
+            if number.none == "None":
+                continue
+            value = number.none
+        _store(params, name, number.check(f"{type(params).__name__}.{name}", value))
+
+
+Role: TypeAlias = Literal["samples", "logits", "text", "draw", "end", "report"]
+SAMPLING_ROLES: dict[str, Role] = {
+    "n": "samples",
+    "max_new_tokens": "end",
+    "temperature": "draw",
+    "top_p": "draw",
+    "top_k": "draw",
+    "min_p": "draw",
+    "repetition_penalty": "logits",
+    "presence_penalty": "logits",
+    "frequency_penalty": "logits",
+    "logit_bias": "logits",
+    "seed": "draw",
+    "stop": "end",
+    "stop_token_ids": "end",
+    "ignore_eos": "end",
+    "logprobs": "report",
+    "prompt_logprobs": "report",
+    "skip_special_tokens": "report",
+    "timeout_s": "end",
+    "logits_processors": "logits",
+    "json_schema": "text",
+    "regex": "text",
+    "grammar": "text",
 }
-_BEAM_NONE = {"length_penalty": 1.0, "early_stopping": False, "stop_token_ids": ()}
-_CONSTRAINTS = ("json_schema", "regex", "grammar")
+"""What each field of `SamplingParams` has a say in; a field that is not here fails a test.
+
+``"logits"``: they change a row's logits before the draw, unless they are as by default
+(`SamplingParams.changes_logits`). ``"text"``: which texts there may be, at most one of them
+(`SamplingParams.constraint`). ``"draw"``: which token is drawn of the logits. ``"end"``: when a
+sample is over. ``"samples"``: how many there are. ``"report"``: what is said of them, and nothing
+of what is drawn.
+"""
+
 _MOST_SEQUENCES = 1 << 16  # of one request; a page's owners are counted in 20 bits
+SAMPLING_NUMBERS = {
+    "n": Number(1, _MOST_SEQUENCES, whole=True, none=1),
+    "max_new_tokens": Number(1, whole=True),
+    "temperature": Number(0.0, none=1.0),
+    "top_p": Number(0.0, 1.0, above=True, none=1.0),
+    "top_k": Number(-1, whole=True, none=0),
+    "min_p": Number(0.0, 1.0, none=0.0),
+    "repetition_penalty": Number(0.0, above=True, none=1.0),
+    "presence_penalty": Number(-2.0, 2.0, none=0.0),
+    "frequency_penalty": Number(-2.0, 2.0, none=0.0),
+    "seed": Number(-(2**63), 2**64 - 1, whole=True, none="None"),
+    "logprobs": Number(0, whole=True, none="None"),
+    "prompt_logprobs": Number(0, whole=True, none="None"),
+    "timeout_s": Number(0.0, above=True, none="None"),
+}
+"""The ranges of `SamplingParams`; of any seed the exact ends, hence ints."""
+
+_TEXT_FIELDS = tuple(name for name, role in SAMPLING_ROLES.items() if role == "text")
+
+
+class SamplingFields(TypedDict, total=False):
+    """The fields of `SamplingParams`, as keywords of `Engine.generate` and its like."""
+
+    n: int
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float] | None
+    seed: int | None
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    logprobs: int | None
+    prompt_logprobs: int | None
+    skip_special_tokens: bool
+    timeout_s: float | None
+    logits_processors: Sequence[Callable[..., Any]]
+    json_schema: Any
+    regex: str | None
+    grammar: str | None
 
 
 @named_fields(SAMPLING_MEANINGS)
@@ -358,67 +490,24 @@ class SamplingParams:
     grammar: str | None = None
 
     def __post_init__(self) -> None:
-        me = "SamplingParams"
-        _take_none(self, _SAMPLING_NONE)
-
-        def store_int(name: str, low: int, high: int | None = None) -> None:
-            _store(self, name, require_int(f"{me}.{name}", getattr(self, name), low, high))
-
-        def store_real(name: str, low: float, high: float = math.inf, above: bool = False) -> None:
-            value = require_real(f"{me}.{name}", getattr(self, name), low, high, above=above)
-            _store(self, name, value)
-
-        store_int("n", 1, _MOST_SEQUENCES)
-        store_int("max_new_tokens", 1)
-        store_real("temperature", 0.0)
-        store_real("top_p", 0.0, 1.0, above=True)
-        top_k = require_int(f"{me}.top_k", self.top_k, -1)  # -1 as others say "all"
-        _store(self, "top_k", max(0, top_k))
-        store_real("min_p", 0.0, 1.0)
-        store_real("repetition_penalty", 0.0, above=True)
-        store_real("presence_penalty", -2.0, 2.0)
-        store_real("frequency_penalty", -2.0, 2.0)
-        require_bool(f"{me}.ignore_eos", self.ignore_eos)
-        require_bool(f"{me}.skip_special_tokens", self.skip_special_tokens)
+        _store_numbers(self, SAMPLING_NUMBERS)
+        _store(self, "top_k", max(0, self.top_k))  # -1 as others say "all"
+        require_bool("SamplingParams.ignore_eos", self.ignore_eos)
+        require_bool("SamplingParams.skip_special_tokens", self.skip_special_tokens)
         if self.logit_bias is not None:
-            if not isinstance(self.logit_bias, Mapping):
-                raise TypeError(
-                    f"{me}.logit_bias: expected a mapping of token id to bias, "
-                    f"got {type(self.logit_bias).__name__}"
-                )
-            biases = {}
-            for token_id, bias in self.logit_bias.items():
-                is_text = isinstance(token_id, str) and token_id.isdecimal() and len(token_id) < 20
-                own_id = require_int(f"{me}.logit_bias", int(token_id) if is_text else token_id, 0)
-                biases[own_id] = require_real(f"{me}.logit_bias[{token_id}]", bias, -math.inf)
-            _store(self, "logit_bias", biases)
-        if self.seed is not None:
-            store_int("seed", -(2**63), 2**64 - 1)
-        stops = (self.stop,) if isinstance(self.stop, str) else self.stop
-        if not _is_list(stops) or any(not isinstance(s, str) for s in stops):
-            raise TypeError(f"{me}.stop: expected a string or strings, got {self.stop!r}")
-        if any(not s for s in stops):
-            raise ValueError(f"{me}.stop: expected strings that are not empty, got {self.stop!r}")
-        for text in stops:
-            require_unicode(f"{me}.stop", text)
-        _store(self, "stop", tuple(map(str, stops)))
-        ids = _require_ids(f"{me}.stop_token_ids", self.stop_token_ids)
-        _store(self, "stop_token_ids", ids)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                store_int(name, 0)
-        if self.timeout_s is not None:
-            store_real("timeout_s", 0.0, above=True)
-        if not _is_list(self.logits_processors) or any(
-            not callable(p) for p in self.logits_processors
-        ):
-            raise TypeError(
-                f"{me}.logits_processors: expected a sequence of callables, "
-                f"got {self.logits_processors!r}"
+            _store(
+                self, "logit_bias", _require_biases("SamplingParams.logit_bias", self.logit_bias)
             )
-        _store(self, "logits_processors", tuple(self.logits_processors))
+        _store(self, "stop", _require_stops("SamplingParams.stop", self.stop))
+        ids = _require_ids("SamplingParams.stop_token_ids", self.stop_token_ids)
+        _store(self, "stop_token_ids", ids)
+        processors = _require_callables("SamplingParams.logits_processors", self.logits_processors)
+        _store(self, "logits_processors", processors)
+        self._check_text_fields()
+
+    def _check_text_fields(self) -> None:
         if self.json_schema is not None:
-            schema = _require_json_schema(f"{me}.json_schema", self.json_schema)
+            schema = _require_json_schema("SamplingParams.json_schema", self.json_schema)
             _store(self, "json_schema", schema)
         for name in ("regex", "grammar"):
             text = getattr(self, name)
@@ -426,25 +515,46 @@ class SamplingParams:
                 continue
             if not isinstance(text, str):
                 raise TypeError(
-                    f"{me}.{name}: expected a str, got {text!r} of type {type(text).__name__}"
+                    f"SamplingParams.{name}: expected a str, got {text!r} of type "
+                    f"{type(text).__name__}"
                 )
-            require_unicode(f"{me}.{name}", text)
-        given = [name for name in _CONSTRAINTS if getattr(self, name) is not None]
+            require_unicode(f"SamplingParams.{name}", text)
+        given = [name for name in _TEXT_FIELDS if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(
-                f"{me}: expected at most one of {', '.join(_CONSTRAINTS)}, got "
+                f"SamplingParams: expected at most one of {', '.join(_TEXT_FIELDS)}, got "
                 f"{' and '.join(given)}; leave the others None"
             )
         if given and self.ignore_eos:
             raise ValueError(
-                f"{me}.ignore_eos: expected False with {given[0]}, got True; the text ends where "
-                f"it is whole"
+                f"SamplingParams.ignore_eos: expected False with {given[0]}, got True; the text "
+                f"ends where it is whole"
             )
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether a field of the role "logits" (`SAMPLING_ROLES`) is not as by default."""
+        # What is empty is as good as the default.
+        return any((getattr(self, name) or off) != off for name, off in _LOGITS_OFF.items())
 
     @property
     def constraint(self) -> str | None:
         """Which of ``json_schema``, ``regex`` and ``grammar`` is given; None if none is."""
-        return next((name for name in _CONSTRAINTS if getattr(self, name) is not None), None)
+        return next((name for name in _TEXT_FIELDS if getattr(self, name) is not None), None)
+
+
+# What leaves the logits as they are: the defaults.
+_LOGITS_OFF: dict[str, Any] = {
+    name: getattr(SamplingParams, name) for name, role in SAMPLING_ROLES.items() if role == "logits"
+}
+
+
+_BEAM_NUMBERS = {
+    "width": Number(1, _MOST_SEQUENCES, whole=True),
+    "max_new_tokens": Number(1, whole=True),
+    "length_penalty": Number(-math.inf, none=1.0),
+    "timeout_s": Number(0.0, above=True, none="None"),
+}
 
 
 @named_fields(BEAM_MEANINGS)
@@ -478,24 +588,18 @@ class BeamParams:
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        me = "BeamParams"
-        _take_none(self, _BEAM_NONE)
-        _store(self, "width", require_int(f"{me}.width", self.width, 1, _MOST_SEQUENCES))
-        longest = require_int(f"{me}.max_new_tokens", self.max_new_tokens, 1)
-        _store(self, "max_new_tokens", longest)
-        penalty = require_real(f"{me}.length_penalty", self.length_penalty, -math.inf)
-        _store(self, "length_penalty", penalty)
-        require_bool(f"{me}.ignore_eos", self.ignore_eos)
-        require_bool(f"{me}.skip_special_tokens", self.skip_special_tokens)
-        early = self.early_stopping
+        _store_numbers(self, _BEAM_NUMBERS)
+        if self.num_return is not None:
+            number = require_int("BeamParams.num_return", self.num_return, 1, self.width)
+            _store(self, "num_return", number)
+        require_bool("BeamParams.ignore_eos", self.ignore_eos)
+        require_bool("BeamParams.skip_special_tokens", self.skip_special_tokens)
+        early = False if self.early_stopping is None else self.early_stopping
         if not isinstance(early, bool) and not (isinstance(early, str) and early == "never"):
             raise ValueError(
-                f'{me}.early_stopping: expected True, False or "never", got {self.early_stopping!r}'
+                f'BeamParams.early_stopping: expected True, False or "never", '
+                f"got {self.early_stopping!r}"
             )
-        if self.num_return is not None:
-            number = require_int(f"{me}.num_return", self.num_return, 1, self.width)
-            _store(self, "num_return", number)
-        _store(self, "stop_token_ids", _require_ids(f"{me}.stop_token_ids", self.stop_token_ids))
-        if self.timeout_s is not None:
-            seconds = require_real(f"{me}.timeout_s", self.timeout_s, 0.0, above=True)
-            _store(self, "timeout_s", seconds)
+        _store(self, "early_stopping", early)
+        ids = _require_ids("BeamParams.stop_token_ids", self.stop_token_ids)
+        _store(self, "stop_token_ids", ids)

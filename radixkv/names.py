@@ -279,6 +279,24 @@ def named_options(
     return decorate
 
 
+def safe_repr(describe: Callable[[T], str]) -> Callable[[T], str]:
+    """A decorator for ``__repr__``: it never raises, so that any message or debugger may ask.
+
+    ``describe`` gives what stands after the class's name. It may run at any moment, also inside a
+    step or of an object whose constructor raised: it must take no lock.
+    """
+
+    @functools.wraps(describe)
+    def checked(self: T) -> str:
+        try:
+            said = describe(self)
+        except Exception as error:  # half made, or half gone
+            said = f"not whole: {type(error).__name__}"
+        return f"<{type(self).__name__} {said}>"
+
+    return checked
+
+
 def named_fields(meanings: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
     """The same for the fields of a dataclass of options."""
 

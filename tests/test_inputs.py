@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -208,15 +209,18 @@ def test_only_a_request_can_be_aborted(engine: Engine) -> None:
         engine.abort(stream.request)
 
 
-def test_agenerate_shows_its_progress(engine: Engine) -> None:
+def test_agenerate_shows_its_progress(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal: a pipe gets no bar
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
     prompts = [[5, 6, 7], [8, 9]]
     expected = engine.generate(prompts, temperature=0, max_new_tokens=3)
-    with contextlib.redirect_stdout(io.StringIO()) as shown:
+    with contextlib.redirect_stderr(io.StringIO()) as shown:
         task = engine.agenerate(prompts, temperature=0, max_new_tokens=3, progress=True)
         results = asyncio.run(task)
-    assert "2/2" in shown.getvalue()
-    for what in ("tokens/s", "of prompts cached", "of pages in use"):
-        assert what in " ".join(shown.getvalue().split())
+    said = " ".join(re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", shown.getvalue()).split())
+    for what in ("2/2", "tokens/s", "of prompts cached", "of pages in use"):
+        assert what in said
     assert [r.text for r in results] == [r.text for r in expected]
 
 

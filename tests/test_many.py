@@ -342,14 +342,15 @@ def test_a_step_that_fails_for_all_gives_each_an_error_of_its_own(
 
 
 def test_a_progress_bar_goes_to_the_end_and_takes_a_call_with_bad_prompts_alone(
-    engine: Engine, capsys: Any
+    engine: Engine, capsys: Any, monkeypatch: Any
 ) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal: a pipe gets no bar
     bad = through(raising(KeyError("x")))
     results = engine.generate(
         ["the", [5, -1], "on"], [bad, FINE, FINE], progress=True, on_error="return"
     )
     assert [type(r).__name__ for r in results] == ["KeyError", "ValueError", "Result"]
-    assert "2/2" in capsys.readouterr().out
+    assert "2/2" in capsys.readouterr().err
     errors = engine.generate([[5, -1], ""], progress=True, on_error="return")
     assert all(isinstance(error, ValueError) for error in errors)
 

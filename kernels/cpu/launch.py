@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
-import sys
 import threading
 import time
 from collections import Counter
@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+logger = logging.getLogger("radixkv")
 
 runs: Counter[str] = Counter()
 """How often each path ran in this process; tests assert on it.
@@ -43,9 +45,10 @@ def kernel_address(maker: Callable[..., Any], *sizes: int) -> int:
     begin = time.perf_counter()
     kernel = maker(*sizes)
     if not kernel.cache_hits:
-        sys.stderr.write(
-            f"radixkv: compiled a CPU kernel ({maker.__name__[5:]}) in "
-            f"{time.perf_counter() - begin:.1f} s; later runs load it from disk\n"
+        logger.info(
+            "compiled a CPU kernel (%s) in %.1f s; later runs load it from disk",
+            maker.__name__[5:],
+            time.perf_counter() - begin,
         )
     _keep.append(kernel)
     return int(kernel.address)

@@ -175,7 +175,7 @@ def make_cache(capacity_tokens: int, page_size: int, eviction: str = "lru") -> P
             dtype="model",
             page_size=page_size,
             capacity=num_pages * page_size * 4,
-            eviction=eviction,
+            eviction=eviction,  # type: ignore[arg-type]
         ),
         backend="torch",
     )

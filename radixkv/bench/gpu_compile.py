@@ -112,7 +112,7 @@ def job_tile(job: CompileJob) -> Tile:
 
 def _make_codec(job: CompileJob) -> KVCodec:
     spec = KVSpec(num_layers=1, num_kv_heads=8, head_dim=job.head_dim, dtype=job.dtype)
-    return KVCodec(spec, KVConfig(dtype=job.kv_dtype, page_size=16))
+    return KVCodec(spec, KVConfig(dtype=job.kv_dtype, page_size=16))  # type: ignore[arg-type]
 
 
 def _source(job: CompileJob) -> tuple[Any, dict[str, Any], dict[str, str]]:

@@ -125,7 +125,7 @@ class PagedLoad:
         self.k = torch.randn(dense, generator=generator, device=device).to(dtype)
         self.v = torch.randn(dense, generator=generator, device=device).to(dtype)
         spec = KVSpec(num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype)
-        self.codec = KVCodec(spec, KVConfig(dtype=kv_dtype, page_size=PAGE_SIZE))
+        self.codec = KVCodec(spec, KVConfig(dtype=kv_dtype, page_size=PAGE_SIZE))  # type: ignore[arg-type]
         self.backend = get_backend(backend, device)
         pages = -(-seq_len // PAGE_SIZE)
         order = torch.randperm(batch * pages, generator=generator, device=device) + 1
@@ -283,7 +283,7 @@ class _Tree:
         generator = torch.Generator().manual_seed(0)
         spec = KVSpec(num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim)
         self.codecs = {
-            mode: KVCodec(spec, KVConfig(dtype=kv_dtype, page_size=PAGE_SIZE, shared_prefix=mode))
+            mode: KVCodec(spec, KVConfig(dtype=kv_dtype, page_size=PAGE_SIZE, shared_prefix=mode))  # type: ignore[arg-type]
             for mode in ("never", "auto")
         }
         codec, self.backend = self.codecs["auto"], get_backend("cpu", torch.device("cpu"))

@@ -21,7 +21,7 @@ from torch import nn
 
 from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.config import KVConfig
+from radixkv.config import KVConfig, KVDtype
 from radixkv.models.batch import Run, build_batch
 from radixkv.models.runner import ModelRunner
 from radixkv.models.small_model import prepare_small_model
@@ -36,7 +36,12 @@ def _clock() -> float:
 
 
 def profile_step(
-    model: Any, *, kv_dtype: str = "int8", batch: int = 16, length: int = 1000, repeats: int = 15
+    model: Any,
+    *,
+    kv_dtype: KVDtype = "int8",
+    batch: int = 16,
+    length: int = 1000,
+    repeats: int = 15,
 ) -> dict[str, Any]:
     """Time decode steps of ``batch`` sequences of ``length`` tokens, and their parts.
 

@@ -25,6 +25,7 @@ from radixkv.cache.pool import PageIds
 from radixkv.cache.tree import Tokens, decode_tokens
 from radixkv.config import require_int
 from radixkv.errors import CapacityError
+from radixkv.names import safe_repr
 
 _RULE_FIELDS = {field.name for field in fields(ScoreRule)} - {"softmax_scale"}
 
@@ -73,6 +74,15 @@ class Lease:
         core.leases[id(self)] = weakref.ref(self)
 
     # --- what it is --------------------------------------------------------------------
+
+    @safe_repr
+    def __repr__(self) -> str:
+        if self._released:
+            return f"of {self._num_tokens:,} tokens, released"
+        return (
+            f"of {self._num_tokens:,} tokens on {self._num_pages:,} pages, "
+            f"{self._num_cached:,} were cached, {min(self._written):,} have KV"
+        )
 
     @property
     def num_tokens(self) -> int:

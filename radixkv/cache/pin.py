@@ -13,6 +13,7 @@ import numpy as np
 
 from radixkv.cache.pool import PageIds, PagePool
 from radixkv.errors import CapacityError
+from radixkv.names import safe_repr
 
 
 class PinKeeper(Protocol):
@@ -40,6 +41,11 @@ class Pin:
         self.num_tokens = num_tokens
         self.namespace = namespace
         self._active = True
+
+    @safe_repr
+    def __repr__(self) -> str:
+        state = "active" if self._active else "ended"
+        return f"of {self.num_tokens:,} tokens on {self.page_ids.size:,} pages, {state}"
 
     @property
     def is_active(self) -> bool:

@@ -30,6 +30,7 @@ from radixkv.cache.stats import CacheStats
 from radixkv.cache.tree import namespace_key
 from radixkv.config import KVConfig, require_int, require_namespace, require_real
 from radixkv.errors import CacheInvariantError, CapacityError
+from radixkv.names import safe_repr
 
 _RULE_FIELDS = {field.name for field in fields(ScoreRule)} - {"softmax_scale"}
 _DEFAULT_CAPACITY_SHARE = 4  # capacity=None: a quarter of the free memory
@@ -81,6 +82,26 @@ class PrefixCache:
     def page_tables(self) -> PageTables:
         """The rows of page ids that batches are made of."""
         return self.core.page_tables
+
+    @safe_repr
+    def __repr__(self) -> str:
+        # No lock: numbers of two moments may stand beside each other while another call runs.
+        return (
+            f"of {self.formats} KV on {self.device}, backend {self.backend.name}: "
+            f"{self.usage}, {self.tree.num_tokens:,} tokens cached"
+        )
+
+    @property
+    def formats(self) -> str:
+        """The storage format of K, and of V if it has another: "int8", "int8/int4"."""
+        names = self.codec.k_format.name, self.codec.v_format.name
+        return "/".join(dict.fromkeys(names))
+
+    @property
+    def usage(self) -> str:
+        """Pages in use of all there are, in words; takes no lock."""
+        total = self.pool.num_pages
+        return f"{total - self.pool.num_free:,} of {total:,} pages of {self.page_size} tokens used"
 
     # --- leases ------------------------------------------------------------------------
 

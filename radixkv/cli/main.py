@@ -7,6 +7,7 @@ asked for: `radixkv --help` needs neither PyTorch nor even this library's own op
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -65,6 +66,7 @@ def commands() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0, 2 for bad input, 130 when interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(format="%(message)s")  # a program shows its library's warnings
     try:
         status = commands.main(arguments, prog_name="radixkv", standalone_mode=False)
         sys.stdout.flush()

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from radixkv.config import BeamParams
+from radixkv.engine.results import FinishReason
 from radixkv.engine.sampling import log_normalizer
 from radixkv.errors import NonFiniteError
 
@@ -42,7 +43,7 @@ class Hypothesis(NamedTuple):
     token_ids: list[int]
     score: float
     cumulative_logprob: float
-    finish_reason: str
+    finish_reason: FinishReason
     stop_reason: int | None
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.config import SamplingParams, require_int
+from radixkv.config import SamplingFields, SamplingParams, require_int
 from radixkv.engine.core import EngineCore
 from radixkv.engine.kept_tokens import kept_tokens
 from radixkv.engine.prefill_request import PrefillRequest
@@ -16,10 +16,11 @@ from radixkv.engine.results import Result, Sample, Score
 from radixkv.engine.sample_request import SampleRequest
 from radixkv.engine.score_request import ScoreRequest
 from radixkv.errors import CapacityError, EngineClosedError
+from radixkv.names import safe_repr
 from radixkv.text.vocabulary import decode
 
 if TYPE_CHECKING:
-    from radixkv.text import Conversation
+    from radixkv.text import Chat, Conversation, TokenIds
 
 
 class Branch:
@@ -59,6 +60,16 @@ class Branch:
         self._shows_special = True  # in the text of the last answer
         core.adopt(self)
 
+    @safe_repr
+    def __repr__(self) -> str:
+        lease = self._lease
+        num_held = 0 if lease is None else lease.num_tokens
+        is_closed = self._closed or self._core.is_closed
+        return (
+            f"of {len(self.token_ids):,} tokens, KV of {num_held:,} held, "
+            f"{'closed' if is_closed else 'open'}, on {self._core.name}"
+        )
+
     @property
     def text(self) -> str:
         """The whole sequence decoded, special tokens kept; empty without a tokenizer."""
@@ -67,7 +78,7 @@ class Branch:
             return ""
         return decode(tokenizer, self.token_ids, skip_special_tokens=False)
 
-    def append(self, tail: Any) -> None:
+    def append(self, tail: str | TokenIds | Chat) -> None:
         """Add text, token ids, or chat messages to the end; they are run when needed.
 
         What the cache has of the whole is held from now on; what it has not is looked for again
@@ -115,7 +126,11 @@ class Branch:
         self.token_ids = token_ids
 
     def generate(
-        self, params: SamplingParams | None = None, *, keep: bool | int = True, **fields: Any
+        self,
+        params: SamplingParams | None = None,
+        *,
+        keep: bool | int = True,
+        **fields: Unpack[SamplingFields],
     ) -> Result:
         """Continue the branch, and append a sample.
 
@@ -131,7 +146,7 @@ class Branch:
         """
         self._check_open()
         core = self._core
-        chosen = core.intake.sampling_params(params, fields)
+        chosen = core.intake.sampling_params(params, dict(fields))
         index = _kept_index(keep, chosen.n)
         handed: list[Lease] = []
         core.intake.limits.check_request(self.token_ids, chosen)
@@ -186,7 +201,7 @@ class Branch:
         )
         return token_ids[:num_same] + tail, num_same
 
-    def score(self, continuations: Sequence[Any]) -> list[Score]:
+    def score(self, continuations: Sequence[str | TokenIds]) -> list[Score]:
         """Log-likelihood of each continuation after this branch, as `Engine.score`.
 
         What was computed of the branch's own tokens stays held.

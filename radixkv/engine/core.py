@@ -108,12 +108,6 @@ class EngineCore:
         except BaseException:
             runner.release()  # the model is its owner's again, as it was
             raise
-        if not self._is_invariant:
-            logger.info(
-                "%s: low bits of a result may depend on what else runs and what is cached "
-                "(float32 on a CPU with the compiled kernels has none of that)",
-                type(model).__name__,
-            )
         runner.settle()
         eos_token_ids = find_eos_token_ids(model, tokenizer, runner.vocab_size)
         self.intake = Intake(runner, self.cache, tokenizer, eos_token_ids)
@@ -135,6 +129,37 @@ class EngineCore:
         self._tally = Tally()
         self.is_closed = False
         _open_cores.add(self)
+        self._log_opening(kv)
+
+    def _log_opening(self, kv: KVConfig) -> None:
+        if logger.isEnabledFor(logging.INFO):
+            cache = self.cache
+            capacity = cache.pool.num_pages * cache.codec.bytes_per_page
+            logger.info(
+                "engine on %s: %d pages of %d tokens (%.1f MiB), rotate %s, eviction %s, %d "
+                "threads; %s",
+                self.name,
+                cache.pool.num_pages,
+                cache.page_size,
+                capacity / 2**20,
+                kv.rotate,
+                kv.eviction,
+                torch.get_num_threads(),
+                "results are the same bits in any batch"
+                if self._is_invariant
+                else "low bits of a result may depend on what else runs and what is cached "
+                "(float32 on a CPU with the compiled kernels has none of that)",
+            )
+
+    @property
+    def name(self) -> str:
+        """The model and where it runs, in words; takes no lock."""
+        cache, model = self.cache, self.runner.model
+        dtype = str(self.runner.spec.dtype).removeprefix("torch.")
+        return (
+            f"{type(model).__name__} in {dtype} on {self.runner.device}, backend "
+            f"{cache.backend.name}, {cache.formats} KV"
+        )
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -292,6 +317,7 @@ class EngineCore:
     def _step(self) -> list[Request]:
         self._stepping = threading.get_ident()
         progressed: dict[Request, None] = {}
+        began = time.perf_counter() if logger.isEnabledFor(logging.DEBUG) else None
         try:
             self._settle(progressed)
             compute_ahead([guide for request in self._live for guide in request.guides])
@@ -299,6 +325,14 @@ class EngineCore:
                 self._drop(progressed)
             outputs = self.scheduler.step()
             if outputs:
+                if began is not None:
+                    logger.debug(
+                        "step: %d sequences, %d tokens, %.1f ms; %d wait",
+                        len(outputs),
+                        sum(output.stop - output.start for output in outputs),
+                        1000 * (time.perf_counter() - began),
+                        len(self.scheduler.waiting) + len(self._inbox),
+                    )
                 if self._is_stale(outputs):  # before anything that was computed is given out
                     self._drop(progressed)
                 self._deliver(outputs, progressed)

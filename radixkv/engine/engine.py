@@ -7,15 +7,19 @@ from collections.abc import AsyncIterator, Hashable
 from collections.abc import Sequence as SequenceABC
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias, Unpack, overload
 
+import numpy as np
 import torch
 
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.config import (
     BACKENDS,
+    BackendName,
     BeamParams,
     KVConfig,
+    OnError,
+    SamplingFields,
     SamplingParams,
     require_choice,
     require_int,
@@ -24,10 +28,11 @@ from radixkv.config import (
 from radixkv.engine.asynchronous import run_all_async, stream_async
 from radixkv.engine.branch import Branch, take_cached
 from radixkv.engine.core import EngineCore
-from radixkv.engine.loading import load_checkpoint, no_collections
+from radixkv.engine.description import Description, describe
+from radixkv.engine.loading import load_checkpoint, no_bars_in_a_pipe, no_collections
 from radixkv.engine.many import deliver, outcomes_of
 from radixkv.engine.request import Request
-from radixkv.engine.results import Delta, Score
+from radixkv.engine.results import Delta, Result, Score
 from radixkv.engine.scheduler import Policy, longest_prefix_first
 from radixkv.engine.score_request import ScoreRequest
 from radixkv.engine.stats import EngineStats
@@ -41,8 +46,19 @@ from radixkv.models.checkpoint import (
     require_options,
 )
 from radixkv.models.support import check_model
-from radixkv.names import named_options
-from radixkv.text import begin_conversation, require_tokenizer
+from radixkv.names import named_options, safe_repr
+from radixkv.text import (
+    Chat,
+    IdArray,
+    Prompt,
+    TokenIds,
+    begin_conversation,
+    require_tokenizer,
+)
+
+Params: TypeAlias = SamplingParams | BeamParams
+# A prompt whose type says that it is one: an array's does not say how many dimensions it has.
+_One: TypeAlias = str | SequenceABC[int] | SequenceABC[np.integer[Any]] | Chat
 
 
 class Engine:
@@ -86,7 +102,7 @@ class Engine:
         kv: KVConfig = KVConfig(),  # noqa: B008 - frozen
         device: str | torch.device | None = None,
         max_batch_tokens: int | None = None,
-        backend: str = "auto",
+        backend: BackendName = "auto",
         policy: Policy = longest_prefix_first,
     ) -> None:
         _require_engine_options(kv, max_batch_tokens, backend, policy)
@@ -108,7 +124,7 @@ class Engine:
         device: str | torch.device = "auto",
         dtype: str | torch.dtype = "auto",
         max_batch_tokens: int | None = None,
-        backend: str = "auto",
+        backend: BackendName = "auto",
         policy: Policy = longest_prefix_first,
         snapshot: str | os.PathLike[str] | None = None,
         **transformers_kwargs: Any,
@@ -148,7 +164,7 @@ class Engine:
             Path(snapshot).stat()  # before the model is loaded: raises FileNotFoundError
         if device is None or device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        with no_collections():
+        with no_collections(), no_bars_in_a_pipe():
             model, tokenizer = load_checkpoint(
                 where, name_or_path, device, dtype, transformers_kwargs, ours
             )
@@ -169,6 +185,27 @@ class Engine:
                 engine.close()
                 raise
         return engine
+
+    @safe_repr
+    def __repr__(self) -> str:
+        core = self.core
+        state = "closed" if core.is_closed else "open"
+        return f"of {core.name}: {self.cache.usage}, {state}"
+
+    def describe(self) -> Description:
+        """What runs here and how: a dict that JSON can write, whose ``str`` is a table.
+
+        Its keys: ``radixkv`` (the version), ``model``, ``name_or_path``, ``dtype``, ``device``,
+        ``weights`` (bytes by format), ``backend``, ``threads``, ``fused_layers`` (numbers of the
+        layers that run as two compiled calls), ``unfused_layers`` (the others, each group with
+        the reason why), ``is_batch_invariant``, ``kv`` (the options of its pages, bytes a token),
+        ``pool`` (bytes), ``pages`` (as in `CacheStats`), ``tiers`` (where pages lie, fastest
+        first), ``max_batch_tokens``, ``max_positions``, ``vocab_size``.
+
+        Raises:
+            EngineClosedError: after `close`.
+        """
+        return describe(self.core)
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -202,17 +239,74 @@ class Engine:
 
     # -- asking ------------------------------------------------------------------------------
 
-    def generate(
+    @overload
+    def generate(  # type: ignore[overload-overlap]
         self,
-        prompts: Any,
-        params: SamplingParams
-        | BeamParams
-        | SequenceABC[SamplingParams | BeamParams]
-        | None = None,
+        prompts: _One,
+        params: Params | None = None,
         *,
         namespace: Hashable = None,
         progress: bool = False,
-        on_error: str = "raise",
+        on_error: Literal["raise"] = "raise",
+        **fields: Unpack[SamplingFields],
+    ) -> Result: ...
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self,
+        prompts: _One,
+        params: Params | None = None,
+        *,
+        namespace: Hashable = None,
+        progress: bool = False,
+        on_error: Literal["return"],
+        **fields: Unpack[SamplingFields],
+    ) -> Result | Exception: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: SequenceABC[Prompt],
+        params: Params | SequenceABC[Params] | None = None,
+        *,
+        namespace: Hashable = None,
+        progress: bool = False,
+        on_error: Literal["raise"] = "raise",
+        **fields: Unpack[SamplingFields],
+    ) -> list[Result]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: SequenceABC[Prompt],
+        params: Params | SequenceABC[Params] | None = None,
+        *,
+        namespace: Hashable = None,
+        progress: bool = False,
+        on_error: Literal["return"],
+        **fields: Unpack[SamplingFields],
+    ) -> list[Result | Exception]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: IdArray,
+        params: Params | SequenceABC[Params] | None = None,
+        *,
+        namespace: Hashable = None,
+        progress: bool = False,
+        on_error: OnError = "raise",
+        **fields: Unpack[SamplingFields],
+    ) -> Any: ...
+
+    def generate(
+        self,
+        prompts: Any,
+        params: Params | SequenceABC[Params] | None = None,
+        *,
+        namespace: Hashable = None,
+        progress: bool = False,
+        on_error: OnError = "raise",
         **fields: Any,
     ) -> Any:
         """Run one prompt or a list of prompts as one batch, and wait for the end.
@@ -250,14 +344,74 @@ class Engine:
         core.run(requests, progress=progress)
         return deliver(outcomes_of(made), is_one=single, on_error=on_error)
 
-    async def agenerate(
+    @overload
+    async def agenerate(  # type: ignore[overload-overlap]
         self,
-        prompts: Any,
-        params: Any = None,
+        prompts: _One,
+        params: Params | None = None,
         *,
         namespace: Hashable = None,
         progress: bool = False,
-        on_error: str = "raise",
+        on_error: Literal["raise"] = "raise",
+        **fields: Unpack[SamplingFields],
+    ) -> Result: ...
+
+    @overload
+    async def agenerate(  # type: ignore[overload-overlap]
+        self,
+        prompts: _One,
+        params: Params | None = None,
+        *,
+        namespace: Hashable = None,
+        progress: bool = False,
+        on_error: Literal["return"],
+        **fields: Unpack[SamplingFields],
+    ) -> Result | Exception: ...
+
+    @overload
+    async def agenerate(
+        self,
+        prompts: SequenceABC[Prompt],
+        params: Params | SequenceABC[Params] | None = None,
+        *,
+        namespace: Hashable = None,
+        progress: bool = False,
+        on_error: Literal["raise"] = "raise",
+        **fields: Unpack[SamplingFields],
+    ) -> list[Result]: ...
+
+    @overload
+    async def agenerate(
+        self,
+        prompts: SequenceABC[Prompt],
+        params: Params | SequenceABC[Params] | None = None,
+        *,
+        namespace: Hashable = None,
+        progress: bool = False,
+        on_error: Literal["return"],
+        **fields: Unpack[SamplingFields],
+    ) -> list[Result | Exception]: ...
+
+    @overload
+    async def agenerate(
+        self,
+        prompts: IdArray,
+        params: Params | SequenceABC[Params] | None = None,
+        *,
+        namespace: Hashable = None,
+        progress: bool = False,
+        on_error: OnError = "raise",
+        **fields: Unpack[SamplingFields],
+    ) -> Any: ...
+
+    async def agenerate(
+        self,
+        prompts: Any,
+        params: Params | SequenceABC[Params] | None = None,
+        *,
+        namespace: Hashable = None,
+        progress: bool = False,
+        on_error: OnError = "raise",
         **fields: Any,
     ) -> Any:
         """`generate` for asyncio; cancelling the task aborts its requests."""
@@ -270,34 +424,34 @@ class Engine:
 
     def stream(
         self,
-        prompt: Any,
-        params: SamplingParams | BeamParams | None = None,
+        prompt: Prompt,
+        params: Params | None = None,
         *,
         namespace: Hashable = None,
-        **fields: Any,
+        **fields: Unpack[SamplingFields],
     ) -> Stream:
         """The deltas of one prompt's samples, as they come: an iterator of `Delta`.
 
         Closing the iterator, breaking out of a loop over it or dropping it aborts the request
         and gives its pages back.
         """
-        return Stream(self.core, self._recorded(prompt, params, namespace, fields))
+        return Stream(self.core, self._recorded(prompt, params, namespace, dict(fields)))
 
     async def astream(
         self,
-        prompt: Any,
-        params: SamplingParams | BeamParams | None = None,
+        prompt: Prompt,
+        params: Params | None = None,
         *,
         namespace: Hashable = None,
-        **fields: Any,
+        **fields: Unpack[SamplingFields],
     ) -> AsyncIterator[Delta]:
         """`stream` for asyncio; cancelling the task or closing the iterator aborts it."""
-        request = self._recorded(prompt, params, namespace, fields)
+        request = self._recorded(prompt, params, namespace, dict(fields))
         async with aclosing(stream_async(self.core, request)) as deltas:
             async for delta in deltas:
                 yield delta
 
-    def open(self, prompt: Any, *, namespace: Hashable = None) -> Branch:
+    def open(self, prompt: Prompt, *, namespace: Hashable = None) -> Branch:
         """A `Branch` that begins with ``prompt``; its pages stay held until it is closed."""
         self.core.check_open()
         require_namespace(namespace)
@@ -316,7 +470,11 @@ class Engine:
         )
 
     def score(
-        self, prompt: Any, continuations: SequenceABC[Any], *, namespace: Hashable = None
+        self,
+        prompt: Prompt,
+        continuations: SequenceABC[str | TokenIds],
+        *,
+        namespace: Hashable = None,
     ) -> list[Score]:
         """Log-likelihood of each continuation after ``prompt``, all in one pass.
 
@@ -334,14 +492,14 @@ class Engine:
 
     def submit(
         self,
-        prompt: Any,
-        params: SamplingParams | BeamParams | None = None,
+        prompt: Prompt,
+        params: Params | None = None,
         *,
         namespace: Hashable = None,
-        **fields: Any,
+        **fields: Unpack[SamplingFields],
     ) -> Request:
         """Queue one prompt for a caller that runs `step` itself; see `Request`."""
-        request = self._recorded(prompt, params, namespace, fields)
+        request = self._recorded(prompt, params, namespace, dict(fields))
         self.core.put([request])
         return request
 

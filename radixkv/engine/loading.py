@@ -5,14 +5,16 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from radixkv.machine import cpu_has_bfloat16
 from radixkv.models.checkpoint import named_refusals
+from radixkv.models.small_model import hidden_progress_bars
 
 _OF_BOTH = ("gguf_file", "revision", "trust_remote_code", "token", "subfolder")
 
@@ -60,6 +62,15 @@ def load_checkpoint(
     except (OSError, ValueError, KeyError) as error:
         logger.warning("%s: no tokenizer (%s); prompts must be token ids", name_or_path, error)
         return model, None
+
+
+def no_bars_in_a_pipe() -> AbstractContextManager[None]:
+    """Within this block other libraries' bars are shown to who sees them move, on a terminal.
+
+    In a file or a pipe a bar is a long line of all its states.
+    """
+    is_seen = sys.stderr is not None and sys.stderr.isatty()
+    return nullcontext() if is_seen else hidden_progress_bars()
 
 
 @contextmanager

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 
+from radixkv.config import OnError
 from radixkv.engine.request import Request
 from radixkv.failures import blame
 from radixkv.text.prompts import is_prompt, is_sequence
 
-ON_ERROR = ("raise", "return")
+ON_ERROR = get_args(OnError)
 
 
 def require_on_error(value: object) -> None:

@@ -9,6 +9,8 @@ from radixkv.engine.request import Request
 
 
 def show_progress(cache: PrefixCache, requests: list[Request]) -> None:
+    """Show a bar on standard error until all ``requests`` have ended; nothing in a pipe."""
+    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     columns = (
@@ -21,7 +23,9 @@ def show_progress(cache: PrefixCache, requests: list[Request]) -> None:
         ),
     )
     started = time.perf_counter()
-    with Progress(*columns) as bar:
+    console = Console(stderr=True)
+    is_seen = console.is_terminal or console.is_jupyter
+    with Progress(*columns, console=console, disable=not is_seen) as bar:
         task = bar.add_task("requests", total=len(requests), rate=0.0, hits=0.0, used=0.0)
         while True:
             open_ones = [request for request in requests if not request.done]

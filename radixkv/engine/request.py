@@ -27,6 +27,7 @@ from radixkv.engine.sampling import Sampled, SamplerRow
 from radixkv.engine.scheduler import Output, Scheduler, Sequence
 from radixkv.errors import EngineClosedError, RadixKVError
 from radixkv.failures import copy_of
+from radixkv.names import safe_repr
 
 logger = logging.getLogger("radixkv")
 
@@ -83,6 +84,21 @@ class Request:
         self._sequences: list[Sequence] = []
         self._result: Any = None
 
+    @safe_repr
+    def __repr__(self) -> str:
+        if self.error is not None:
+            state = f"failed: {type(self.error).__name__}"
+        elif self.aborted:
+            state = "aborted"
+        elif self.done:
+            state = "done"
+        else:
+            state = "waiting" if self._queued else "running"
+        return (
+            f"of {len(self.prompt_token_ids):,} prompt tokens, {self.num_tokens:,} generated, "
+            f"{state}"
+        )
+
     def result(self) -> Any:
         """The `Result` (or list of `Score`).
 
@@ -117,6 +133,11 @@ class Request:
         """Its result, or the error that it failed with, which it forgets: it is the caller's."""
         error, self.error = self.error, None
         return self._result if error is None else error
+
+    @property
+    def num_deltas(self) -> int:
+        """Deltas that wait for `take_deltas`."""
+        return len(self._deltas)
 
     def take_deltas(self) -> list[Delta]:
         """The deltas that came since the last call."""

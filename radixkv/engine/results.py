@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+FinishReason: TypeAlias = Literal["stop", "length", "abort"]
+"""Why a sample ended: end token, stop string or whole text; its length; abort or time-out."""
 
 
 @dataclass(slots=True)  # one a token: to make a frozen one takes three times as long
@@ -19,7 +23,7 @@ class Delta:
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
 
 
 @dataclass(slots=True)
@@ -41,7 +45,7 @@ class Sample:
 
     token_ids: list[int]
     text: str
-    finish_reason: str
+    finish_reason: FinishReason
     stop_reason: str | int | None = None
     logprobs: list[dict[int, float]] | None = None
     cumulative_logprob: float = 0.0

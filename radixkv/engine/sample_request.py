@@ -10,7 +10,7 @@ from radixkv.cache.lease import Lease
 from radixkv.config import SamplingParams
 from radixkv.engine.guided import Guide
 from radixkv.engine.request import Request
-from radixkv.engine.results import Delta, Result, Sample
+from radixkv.engine.results import Delta, FinishReason, Result, Sample
 from radixkv.engine.sampling import Sampled, SamplerRow, fresh_seed, top_logprobs
 from radixkv.engine.scheduler import Output, Scheduler, Sequence
 from radixkv.text import TextEnd, TextStream
@@ -36,7 +36,7 @@ class _SampleState:
     last_token: float | None = None
     logprobs: list[dict[int, float]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
 
@@ -164,7 +164,8 @@ class SampleRequest(Request):
         else:
             self.num_tokens += 1
             self.token_gaps.append(now - last)
-        text, reason, guide = "", None, row.guide
+        text, guide = "", row.guide
+        reason: FinishReason | None = None
         if token_id in self._stop_ids:
             reason, state.stop_reason = "stop", token_id
         else:

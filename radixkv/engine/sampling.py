@@ -69,15 +69,7 @@ class SamplerRow:
 
     def __post_init__(self) -> None:
         """Note whether any of steps 1 to 5 does something."""
-        params = self.params
-        self.is_processed = bool(
-            self.guide is not None
-            or params.logits_processors
-            or params.repetition_penalty != 1.0
-            or params.presence_penalty
-            or params.frequency_penalty
-            or params.logit_bias
-        )
+        self.is_processed = self.guide is not None or self.params.changes_logits
 
     def prompt(self) -> Tensor:
         """Return the prompt's ids. Shape [n] int64, CPU; made once."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from radixkv.engine.core import EngineCore
 from radixkv.engine.request import Request
 from radixkv.engine.results import Delta
+from radixkv.names import safe_repr
 
 STREAM_DELTAS = 256  # that a stream's reader may lag behind before its request is paused
 
@@ -30,6 +31,12 @@ class Stream(Iterator[Delta]):
         request.listen(self._changed.set)
         request.max_deltas = STREAM_DELTAS
         core.enqueue([request])
+
+    @safe_repr
+    def __repr__(self) -> str:
+        num_ready = len(self._ready) + self.request.num_deltas
+        state = "closed" if self.request.done and not num_ready else "open"
+        return f"of {self.request!r}, {num_ready:,} deltas ready, {state}"
 
     def __iter__(self) -> Stream:
         return self

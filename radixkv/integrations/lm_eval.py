@@ -91,7 +91,7 @@ class RadixKVLM(TemplateLM):
                 f"RadixKVLM: expected an engine or pretrained=, got {engine!r}, {pretrained!r}"
             )
         if engine is None:
-            kv = KVConfig(dtype=kv_dtype or "int8", capacity=capacity)
+            kv = KVConfig(dtype=kv_dtype or "int8", capacity=capacity)  # type: ignore[arg-type]
             options = {name: value for name, value in options.items() if value is not None}
             if str(options.get("device", "")).startswith("cuda") and not torch.cuda.is_available():
                 # The harness asks for "cuda:0" by itself; `hf` takes what there is then, too.

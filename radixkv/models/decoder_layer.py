@@ -136,7 +136,7 @@ class _Parts:
         )
         take(mlp, "act_fn", *_SILU)
         if set(attention._modules) - _IN_ATTENTION or set(mlp._modules) - _IN_MLP:
-            raise LookupError("modules that are not known")
+            raise LookupError("set of modules")
         self.attention = attention
         self.head_dim: int = attention.head_dim
         self.hidden_size: int = self.q.weight.shape[1]
@@ -618,6 +618,33 @@ def stand_in(module: nn.Module, handler: Callable[[], Handler | None]) -> StandI
     if _family(module) and linear_kernels() is not None and is_bare(module):
         return FusedLayer(module, handler)
     return None
+
+
+def why_not_fused(layer: nn.Module) -> str:
+    """Why a decoder layer runs as transformers runs it, in words; empty if it runs fused.
+
+    Between steps, as it is now; the answer is that of `stand_in` and of `FusedLayer`'s look.
+    """
+    family = _family(layer)
+    if not family:
+        known = ", ".join(sorted(name.partition(".")[0] for name in _WINDOWS))
+        return f"{type(layer).__name__} is of no family that is fused ({known})"
+    if linear_kernels() is None:
+        return "Numba or radixkv_kernels is not installed"
+    weight = next(layer.parameters(), None)
+    if weight is not None and not (weight.is_cpu and weight.dtype is torch.float32):
+        dtype = str(weight.dtype).removeprefix("torch.")
+        return f"its weights are {dtype} on {weight.device.type}; fused layers take float32 on cpu"
+    if is_adapted(layer) or not is_bare(layer):
+        return "it has hooks, an adapter or a forward of its own"
+    try:
+        _Parts(layer, family)
+    except LookupError as error:
+        return (
+            f"its {error.args[0]} is not as transformers makes it (another class, dtype or memory "
+            f"layout, a hook, an adapter, or a forward of its own)"
+        )
+    return ""
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -11,13 +11,14 @@ import contextlib
 import copy
 import hashlib
 import importlib.util
-import io
 import json
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from radixkv.disk import cache_dir
 from radixkv.errors import RadixKVError
@@ -139,10 +140,9 @@ def _convert(scratch: Path, tell: Tell) -> None:
     target = scratch / FOLDER_NAME
     with hidden_progress_bars():
         tell(_STEPS[1])
-        with contextlib.redirect_stderr(io.StringIO()):  # this reader's bar obeys no switch
-            read = AutoModelForCausalLM.from_pretrained(
-                str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32
-            )
+        read = AutoModelForCausalLM.from_pretrained(
+            str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32
+        )
         # A model read from GGUF counts as quantized and refuses to be saved: a plain one takes
         # over its weights.
         config = copy.deepcopy(read.config)
@@ -168,16 +168,27 @@ def _convert(scratch: Path, tell: Tell) -> None:
 
 @contextlib.contextmanager
 def hidden_progress_bars() -> Iterator[None]:
-    """Hide transformers' own progress bars within the block."""
+    """Hide the progress bars of transformers and of the hub's client within the block."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars
+    from transformers import modeling_gguf_pytorch_utils as gguf
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    # The bar of its GGUF reader obeys no switch.
+    bar: Any = getattr(gguf, "tqdm", None)
+    bar = getattr(bar, "func", bar)  # another thread may be in this block
+    shown, hub_is_quiet = logging.is_progress_bar_enabled(), are_progress_bars_disabled()
     logging.disable_progress_bar()
+    if bar is not None:
+        gguf.tqdm = partial(bar, disable=True)  # type: ignore[attr-defined]
     try:
         yield
     finally:
+        if bar is not None:
+            gguf.tqdm = bar  # type: ignore[attr-defined]
         if shown:
-            logging.enable_progress_bar()
+            logging.enable_progress_bar()  # the hub's too
+            if hub_is_quiet:
+                disable_progress_bars()
 
 
 @contextlib.contextmanager

@@ -9,15 +9,19 @@ from radixkv.text.conversations import (
     continue_conversation,
     is_chat,
 )
-from radixkv.text.prompts import encode_prompt, is_prompt
+from radixkv.text.prompts import Chat, IdArray, Prompt, TokenIds, encode_prompt, is_prompt
 from radixkv.text.text_end import TextEnd
 from radixkv.text.text_stream import TextStream
 from radixkv.text.vocabulary import require_tokenizer, tokenizer_lock
 
 __all__ = [
+    "Chat",
     "Conversation",
+    "IdArray",
+    "Prompt",
     "TextEnd",
     "TextStream",
+    "TokenIds",
     "begin_conversation",
     "continue_conversation",
     "encode_continuation",

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Any, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from radixkv.config import require_unicode
 from radixkv.text.chats import render_chat
 from radixkv.text.vocabulary import encode, vocabulary_of
+
+IdArray: TypeAlias = NDArray[np.integer[Any]] | Tensor
+"""Token ids as an integer array: of one dimension a prompt, of two a list of prompts."""
+TokenIds: TypeAlias = Sequence[int] | Sequence[np.integer[Any]] | IdArray
+"""Token ids of one prompt; an array has one dimension."""
+Chat: TypeAlias = Sequence[Mapping[str, Any]]
+"""Messages ``{"role", "content"}`` for the model's chat template."""
+Prompt: TypeAlias = str | TokenIds | Chat
+"""Whatever one prompt may be."""
 
 
 def is_prompt(obj: object, *, name: str = "prompt") -> bool:

@@ -110,7 +110,7 @@ def kv_memory(
             v_head_dim=layer.v_head_dim,
             dtype=dtype,
         )
-        config = KVConfig(dtype=kv_dtype, page_size=page_size)
+        config = KVConfig(dtype=kv_dtype, page_size=page_size)  # type: ignore[arg-type]
         bytes_per_token += KVCodec(spec, config).bytes_per_token
         reserved = max_length if layer.window is None else min(layer.window, max_length)
         plain = KVCodec(spec, KVConfig(dtype="model")).bytes_per_token

@@ -23,7 +23,7 @@ from torch import Tensor
 from radixkv.attention.formats import KVCodec
 from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.config import KV_DTYPES, KVConfig, require_choice, require_int
+from radixkv.config import KV_DTYPES, ROTATIONS, KVConfig, KVDtype, require_choice, require_int
 from radixkv.models.batch import Run, build_batch
 from radixkv.models.runner import ModelRunner
 from radixkv.tools.demo import hardware
@@ -151,7 +151,7 @@ class _Cut:
         return cls(windows, prompts, greedy_tokens, most)
 
 
-def parse_format(name: str) -> tuple[str, str | None]:
+def parse_format(name: str) -> tuple[KVDtype, KVDtype | None]:
     """Split a format's name into ``KVConfig``'s ``dtype`` and ``v_dtype``.
 
     Raises:
@@ -161,10 +161,10 @@ def parse_format(name: str) -> tuple[str, str | None]:
     (('int8', None), ('int8', 'int4'))
     """
     k_dtype, slash, v_dtype = name.partition("/")
-    require_choice("kv_dtype", k_dtype, KV_DTYPES)
-    if slash:
-        require_choice(f"kv_dtype {name!r}, V", v_dtype, KV_DTYPES)
-    return k_dtype, v_dtype or None
+    of_k = require_choice("kv_dtype", k_dtype, KV_DTYPES)
+    if not slash:
+        return of_k, None
+    return of_k, require_choice(f"kv_dtype {name!r}, V", v_dtype, KV_DTYPES)
 
 
 def default_text() -> str:
@@ -259,7 +259,9 @@ def _make_cache(
 ) -> PrefixCache:
     """A cache in one format that holds ``most_tokens``, or the prompts with what follows them."""
     k_dtype, v_dtype = parse_format(kv_dtype)
-    config = KVConfig(dtype=k_dtype, v_dtype=v_dtype, rotate=rotate)
+    config = KVConfig(
+        dtype=k_dtype, v_dtype=v_dtype, rotate=require_choice("rotate", rotate, ROTATIONS)
+    )
     num_pages = most_tokens // config.page_size + _NUM_PROMPTS + 1
     capacity = num_pages * KVCodec(runner.spec, config).bytes_per_page
     config = dataclasses.replace(config, capacity=capacity)
