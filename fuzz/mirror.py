@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from radixkv.attention.formats import KVSpec, LayerPages
+from radixkv.attention.layout import KVSpec, LayerPages
 from radixkv.cache.lease import Lease, Pin
 from radixkv.cache.pool import PagePool, PageStorage, load_kernel
 from radixkv.cache.prefix_cache import PrefixCache

@@ -24,7 +24,7 @@ _HOME = {
     "SnapshotError": "errors",
     "UnsupportedModelError": "errors",
     "RadixTree": "cache.tree",
-    "KVSpec": "attention.formats",
+    "KVSpec": "attention.layout",
     "CacheStats": "cache.stats",
     "Lease": "cache.lease",
     "Pin": "cache.lease",
@@ -55,7 +55,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from radixkv.attention.formats import KVSpec as KVSpec
+    from radixkv.attention.layout import KVSpec as KVSpec
     from radixkv.cache.lease import Lease as Lease
     from radixkv.cache.lease import Pin as Pin
     from radixkv.cache.prefix_cache import PrefixCache as PrefixCache

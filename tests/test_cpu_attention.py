@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from radixkv.attention.backend import get_backend, reference
+from radixkv.attention.batch import AttentionBatch, ScoreRule
 from radixkv.attention.cpu import paged_attention, write_kv
-from radixkv.attention.formats import KVCodec, KVFormat, KVSpec, LayerPages, hadamard
-from radixkv.attention.reference import AttentionBatch, ScoreRule
+from radixkv.attention.formats import KVFormat, hadamard
+from radixkv.attention.layout import KVCodec, KVSpec, LayerPages
 from radixkv.config import KVConfig
 from radixkv_kernels.cpu import formats, launch, plan, simd, vectors
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from radixkv.attention import cpu as cpu_backend
 from radixkv.attention import reference
-from radixkv.attention.formats import KVCodec, KVFormat, KVSpec, LayerPages
+from radixkv.attention.formats import KVFormat
+from radixkv.attention.layout import KVCodec, KVSpec, LayerPages
 from radixkv.config import KVConfig
 from radixkv.errors import NonFiniteError
 from radixkv_kernels.cpu import launch

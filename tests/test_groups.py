@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from radixkv.attention import cpu as cpu_backend
 from radixkv.attention import sharing_cost as costs
 from radixkv.attention.backend import get_backend, reference
-from radixkv.attention.formats import KVCodec, KVSpec, hadamard
-from radixkv.attention.reference import KVReads, ScoreRule
+from radixkv.attention.batch import KVReads, ScoreRule
+from radixkv.attention.formats import hadamard
+from radixkv.attention.layout import KVCodec, KVSpec
 from radixkv.attention.shared_runs import PageTables, SharedRun, find_runs
 from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache

@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 
 from radixkv import KVConfig, KVSpec, NonFiniteError, PrefixCache
 from radixkv.attention.backend import get_backend
-from radixkv.attention.formats import KVCodec, row_limit
-from radixkv.attention.reference import ScoreRule, attend_dense, rotate_rows
+from radixkv.attention.batch import ScoreRule
+from radixkv.attention.formats import row_limit
+from radixkv.attention.layout import KVCodec
+from radixkv.attention.reference import attend_dense, rotate_rows
 
 HERE = Path(__file__).resolve().parent
 BACKENDS = ("torch", "cpu")  # and "triton", in a process of its own

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from radixkv.attention.backend import get_backend, tiles
-from radixkv.attention.formats import KVCodec, KVSpec
-from radixkv.attention.reference import AttentionBatch
+from radixkv.attention.batch import AttentionBatch
+from radixkv.attention.layout import KVCodec, KVSpec
 from radixkv.attention.tiles import Tile
 from radixkv.bench import gpu as bench_gpu
 from radixkv.bench import gpu_compile as compiled

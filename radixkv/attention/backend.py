@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from radixkv.attention import reference
-from radixkv.attention.formats import KVCodec, LayerPages
-from radixkv.attention.reference import AttentionBatch, ScoreRule
+from radixkv.attention.batch import AttentionBatch, ScoreRule
+from radixkv.attention.layout import KVCodec, LayerPages
 from radixkv.config import BACKENDS, require_choice
 
 

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from radixkv.attention import reference
 from radixkv.attention import sharing_cost as costs
-from radixkv.attention.formats import SCALE_DTYPE, KVCodec, KVFormat, LayerPages
-from radixkv.attention.reference import AttentionBatch, ScoreRule
+from radixkv.attention.batch import AttentionBatch, ScoreRule
+from radixkv.attention.formats import SCALE_DTYPE, KVFormat
+from radixkv.attention.layout import KVCodec, LayerPages
 from radixkv_kernels import compile_cache
 from radixkv_kernels.cpu.attention import AttentionCall, Rule, Step
 from radixkv_kernels.cpu.formats import (

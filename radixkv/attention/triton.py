@@ -21,16 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from radixkv.attention.formats import (
-    INT4_SEARCH,
-    SCALE_DTYPE,
-    Int4Format,
-    KVCodec,
-    KVFormat,
-    LayerPages,
-    row_limit,
-)
-from radixkv.attention.reference import AttentionBatch, ScoreRule, non_finite
+from radixkv.attention.batch import AttentionBatch, ScoreRule
+from radixkv.attention.formats import INT4_SEARCH, SCALE_DTYPE, Int4Format, KVFormat, row_limit
+from radixkv.attention.layout import KVCodec, LayerPages
+from radixkv.attention.reference import non_finite
 from radixkv.attention.tiles import Tile, find_tile
 from radixkv_kernels.gpu.attention import extend_kernel, split_kernel
 from radixkv_kernels.gpu.copy import copy_kernel

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from radixkv.attention import tiles
 from radixkv.attention.backend import get_backend
-from radixkv.attention.formats import KVCodec
+from radixkv.attention.layout import KVCodec
 from radixkv.attention.shared_runs import find_runs
 from radixkv.attention.tiles import Tile
 from radixkv.bench.kernel import (

@@ -21,8 +21,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from radixkv.attention import triton as triton_backend
-from radixkv.attention.formats import KVCodec, KVFormat, KVSpec
-from radixkv.attention.reference import ScoreRule
+from radixkv.attention.batch import ScoreRule
+from radixkv.attention.formats import KVFormat
+from radixkv.attention.layout import KVCodec, KVSpec
 from radixkv.attention.tiles import Tile, candidates, shipped_tile
 from radixkv.config import KVConfig
 from radixkv_kernels.gpu.attention import extend_kernel, split_kernel

@@ -25,15 +25,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from radixkv.attention.backend import get_backend
-from radixkv.attention.formats import KVCodec, KVFormat, KVSpec, LayerPages
-from radixkv.attention.reference import (
-    AttentionBatch,
-    ScoreRule,
-    attend_dense,
-    paged_attention,
-    read_rows,
-    rotate_rows,
-)
+from radixkv.attention.batch import AttentionBatch, ScoreRule
+from radixkv.attention.formats import KVFormat
+from radixkv.attention.layout import KVCodec, KVSpec, LayerPages
+from radixkv.attention.reference import attend_dense, paged_attention, read_rows, rotate_rows
 from radixkv.attention.shared_runs import find_runs
 from radixkv.config import KVConfig
 

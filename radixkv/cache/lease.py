@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from radixkv.attention.reference import AttentionBatch
+from radixkv.attention.batch import AttentionBatch
 from radixkv.cache.pool import PageIds
 from radixkv.cache.tree import Tokens, decode_tokens
 from radixkv.config import require_int
@@ -197,7 +197,7 @@ class Lease:
         Args:
             q: [new tokens, num_q_heads, head_dim]; the sequence's last ones.
             softmax_scale: factor on q.k; None is head_dim ** -0.5.
-            rule: other fields of `radixkv.attention.reference.ScoreRule`.
+            rule: other fields of `radixkv.attention.batch.ScoreRule`.
         Returns:
             [new tokens, num_q_heads, v_head_dim], q's dtype.
         Raises:

@@ -26,7 +26,7 @@ from radixkv.errors import CapacityError
 if TYPE_CHECKING:
     import torch
 
-    from radixkv.attention.formats import KVCodec, LayerPages
+    from radixkv.attention.layout import KVCodec, LayerPages
 
 logger = logging.getLogger("radixkv")
 
@@ -207,14 +207,15 @@ class PageStorage:
 
     Attributes:
         pages: k_pages, v_pages, k_scale, v_scale of all layers; per layer as in
-            `radixkv.attention.formats`.
+            `radixkv.attention.layout`.
         copier: a backend's `copy_pages`, if it has one.
     """
 
     def __init__(self, codec: KVCodec, num_pages: int, device: torch.device) -> None:
         import torch
 
-        from radixkv.attention.formats import SCALE_DTYPE, LayerPages
+        from radixkv.attention.formats import SCALE_DTYPE
+        from radixkv.attention.layout import LayerPages
 
         spec, page_size = codec.spec, codec.config.page_size
         outer = (spec.num_layers, num_pages + 1, spec.num_kv_heads, page_size)

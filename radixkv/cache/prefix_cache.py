@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixkv.attention.backend import Backend, get_backend
-from radixkv.attention.formats import KVCodec, KVSpec, LayerPages
-from radixkv.attention.reference import AttentionBatch, ScoreRule
+from radixkv.attention.batch import AttentionBatch, ScoreRule
+from radixkv.attention.layout import KVCodec, KVSpec, LayerPages
 from radixkv.attention.shared_runs import PageTables
 from radixkv.cache import snapshot, view
 from radixkv.cache.guard import Guard
@@ -273,7 +273,7 @@ class PrefixCache:
     # --- KV ----------------------------------------------------------------------------
 
     def layer(self, layer: int) -> LayerPages:
-        """The page and scale tensors of a layer; shapes as in `radixkv.attention.formats`."""
+        """The page and scale tensors of a layer; shapes as in `radixkv.attention.layout`."""
         return self.storage.layer(self._require_layer(layer))
 
     def attend_batch(

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from radixkv.attention.reference import ScoreRule
+from radixkv.attention.batch import ScoreRule
 
 
 class AttentionHandler(Protocol):

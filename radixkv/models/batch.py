@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from radixkv.attention.reference import AttentionBatch
+from radixkv.attention.batch import AttentionBatch
 from radixkv.cache.lease import Lease
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from radixkv.attention.reference import AttentionBatch
+from radixkv.attention.batch import AttentionBatch
 from radixkv.cache.pool import NULL_PAGE
 from radixkv.models.batch import Batch
 

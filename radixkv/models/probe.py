@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from radixkv.attention.formats import KVCodec, KVSpec
+from radixkv.attention.layout import KVCodec, KVSpec
 from radixkv.attention.reference import attend_dense
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.config import KVConfig

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from radixkv.attention.formats import KVCodec, KVSpec
-from radixkv.attention.reference import ScoreRule, rotate_rows
+from radixkv.attention.batch import ScoreRule
+from radixkv.attention.layout import KVCodec, KVSpec
+from radixkv.attention.reference import rotate_rows
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.config import KVConfig
 from radixkv.errors import NonFiniteError, RadixKVError, UnsupportedModelError
@@ -344,7 +345,7 @@ class ModelRunner:
         A constant taken off every key moves all scores of a query alike, which softmax does not
         feel; what is left is smaller, and so are its quantization steps. Measured once on fixed
         tokens; zero where it would be felt. float32. Pages written with one are only right
-        with the same: what keeps them must keep it (`radixkv.attention.formats.KVCodec.centers_k`).
+        with the same: what keeps them must keep it (`radixkv.attention.layout.KVCodec.centers_k`).
         """
         if self.device.type != "cpu":
             return self._mean_of_k()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from radixkv.attention.formats import KVCodec
+from radixkv.attention.layout import KVCodec
 from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.config import KV_DTYPES, KVConfig, require_choice, require_int

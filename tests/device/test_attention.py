@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from radixkv.attention import reference
 from radixkv.attention import triton as triton_backend
-from radixkv.attention.formats import KVCodec, KVFormat, KVSpec, LayerPages, hadamard
-from radixkv.attention.reference import AttentionBatch, ScoreRule
+from radixkv.attention.batch import AttentionBatch, ScoreRule
+from radixkv.attention.formats import KVFormat, hadamard
+from radixkv.attention.layout import KVCodec, KVSpec, LayerPages
 from radixkv.attention.shared_runs import SharedRun
 from radixkv.config import KVConfig
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from radixkv import KVConfig, KVSpec, NonFiniteError, PrefixCache
 from radixkv.attention import reference
 from radixkv.attention import triton as triton_backend
-from radixkv.attention.formats import KVCodec, KVFormat, LayerPages
+from radixkv.attention.formats import KVFormat
+from radixkv.attention.layout import KVCodec, LayerPages
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
