@@ -15,7 +15,7 @@ import torch
 
 from radixkv.attention.backend import get_backend, reference
 from radixkv.attention.batch import AttentionBatch, ScoreRule
-from radixkv.attention.cpu import paged_attention, write_kv
+from radixkv.attention.cpu import CpuBackend
 from radixkv.attention.formats import KVFormat, hadamard
 from radixkv.attention.layout import KVCodec, KVSpec, LayerPages
 from radixkv.config import KVConfig
@@ -106,9 +106,8 @@ class Case:
         )
 
     def run(self, q=None, batch=None) -> torch.Tensor:
-        return paged_attention(
-            self.codec, self.layer, self.q if q is None else q, batch or self.batch, self.rule
-        )
+        plan = CpuBackend(self.codec).plan(batch or self.batch)
+        return plan.attend(self.layer, self.q if q is None else q, self.rule)
 
     def check(self) -> torch.Tensor:
         """Run, and compare with float64 within what float32 arithmetic can lose.
@@ -389,7 +388,7 @@ def test_every_format_reads_what_it_wrote_itself():
         position = torch.arange(70)
         slots = case.page_table[0][position // 8].long() * 8 + position % 8
         k, v = torch.randn(2, 70, 2, 64)
-        write_kv(case.codec, case.layer, slots, k, v, layer_idx=0)
+        CpuBackend(case.codec).write_kv(case.layer, slots, k, v, layer_idx=0)
         case.check()
 
 
@@ -466,7 +465,7 @@ def test_the_executor_without_openmp_gives_the_same(monkeypatch):
 def test_the_backend_is_found_by_name_and_is_what_auto_takes_on_a_cpu():
     for name in ("cpu", "auto"):
         backend = get_backend(name, torch.device("cpu"))
-        assert (backend.name, backend.paged_attention) == ("cpu", paged_attention)
+        assert (backend.name, backend) == ("cpu", CpuBackend)
     with pytest.raises(ValueError, match="'cpu' does not run on cuda"):
         get_backend("cpu", torch.device("cuda"))
 

@@ -274,14 +274,11 @@ class Forest:
 
     def attend(self, mode: str, backend: str = "cpu", **rule) -> tuple[torch.Tensor, KVReads]:
         rule = {"softmax_scale": self.cache.spec.head_dim**-0.5, **rule}
-        batch = replace(self.batch, reads=KVReads())
-        if mode == "never":
-            batch = replace(batch, runs=())
+        batch = replace(self.batch, runs=()) if mode == "never" else self.batch
         config = replace(self.codec.config, shared_prefix=mode)
         codec = KVCodec(self.cache.spec, config)
-        attend = get_backend(backend, torch.device("cpu")).paged_attention
-        out = attend(codec, self.cache.layer(0), self.q, batch, ScoreRule(**rule))
-        return out, batch.reads
+        plan = get_backend(backend, torch.device("cpu"))(codec).plan(batch)
+        return plan.attend(self.cache.layer(0), self.q, ScoreRule(**rule)), plan.reads
 
 
 def leaves(count: int, tokens: int = 3):

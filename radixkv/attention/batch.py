@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +16,7 @@ from radixkv.attention.shared_runs import SharedRun
 from radixkv.config import require_int, require_real
 
 
-@dataclass
-class KVReads:
+class KVReads(NamedTuple):
     """How many tokens' K and V one layer's attention reads in a step, each of all KV heads.
 
     Attributes:
@@ -26,8 +26,8 @@ class KVReads:
     A sliding window is not counted: a layer that has one reads less.
     """
 
-    tokens: int = 0
-    tokens_alone: int = 0
+    tokens: int
+    tokens_alone: int
 
 
 @dataclass(eq=False)  # one a step: a frozen one takes three times as long
@@ -45,7 +45,8 @@ class AttentionBatch:
         runs: columns of the page table that several sequences share, as
             `radixkv.attention.shared_runs.find_runs` finds them; a backend may read them once, or
             ignore them.
-        reads: written by the backend when it runs the batch.
+        known_lens: ``seq_lens`` and ``cu_seqlens_q`` as lists, from who has them on the host: no
+            backend has to ask a device then.
     """
 
     slot_mapping: Tensor
@@ -53,11 +54,13 @@ class AttentionBatch:
     seq_lens: Tensor
     cu_seqlens_q: Tensor
     runs: tuple[SharedRun, ...] = ()
-    reads: KVReads = field(default_factory=KVReads)
+    known_lens: tuple[list[int], list[int]] | None = None
 
     @cached_property
     def host_lens(self) -> tuple[list[int], list[int]]:
-        """``seq_lens`` and ``cu_seqlens_q`` as lists (a host synchronisation on a GPU)."""
+        """``known_lens``, or the same asked for (a host synchronisation on a GPU)."""
+        if self.known_lens is not None:
+            return self.known_lens
         return self.seq_lens.tolist(), self.cu_seqlens_q.tolist()
 
     @cached_property
@@ -69,6 +72,20 @@ class AttentionBatch:
 
 _FLOAT32 = torch.finfo(torch.float32)
 _LONGEST = 2**31 - 1  # positions are int32: no window is wider
+
+
+class RuleTerms(NamedTuple):
+    """A `ScoreRule` as compiled code takes it: 0, or None, where there is none of a kind.
+
+    Attributes:
+        sinks, alibi_slopes: [num_q_heads] float32, contiguous.
+    """
+
+    softmax_scale: float
+    window: int
+    softcap: float
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -117,7 +134,7 @@ class ScoreRule:
 
         What runs attention calls it first: a kernel that reads by head would read past an end.
         """
-        if self.sinks is None and self.alibi_slopes is None:
+        if self._made_for is None or self._made_for == (num_q_heads, device):
             return
         for name, values in (("sinks", self.sinks), ("alibi_slopes", self.alibi_slopes)):
             if values is None:
@@ -131,6 +148,39 @@ class ScoreRule:
                 raise ValueError(
                     f"{name}: expected a tensor on {device}, where q is, got one on {values.device}"
                 )
+
+    @cached_property
+    def _made_for(self) -> tuple[int, torch.device] | None:
+        """The heads and the device that it fits; None is all, and -1 heads are none."""
+        per_head = [one for one in (self.sinks, self.alibi_slopes) if one is not None]
+        fits = {(one.shape[0], one.device) for one in per_head}
+        if len(fits) > 1:
+            return -1, per_head[0].device
+        return fits.pop() if fits else None
+
+    def terms(self, num_q_heads: int, device: torch.device) -> RuleTerms:
+        """The rule for compiled code, once it is known to fit; raises as `require_heads`."""
+        self.require_heads(num_q_heads, device)
+        kept = self._kept_terms
+        return self._make_terms() if kept is None else kept
+
+    @cached_property
+    def _kept_terms(self) -> RuleTerms | None:
+        """Its terms, for every layer and step; None if they are copies, which see no changes."""
+        made = self._make_terms()
+        pairs = ((made.sinks, self.sinks), (made.alibi_slopes, self.alibi_slopes))
+        shared = all(
+            mine is None or own is None or mine.data_ptr() == own.data_ptr() for mine, own in pairs
+        )
+        return made if shared else None
+
+    def _make_terms(self) -> RuleTerms:
+        sinks, slopes = (
+            None if one is None else one.detach().float().contiguous()
+            for one in (self.sinks, self.alibi_slopes)
+        )
+        window, softcap = self.sliding_window or 0, self.softcap or 0.0
+        return RuleTerms(self.softmax_scale, window, softcap, sinks, slopes)
 
 
 def _require_head_values(name: str, values: object, *, least: float) -> None:

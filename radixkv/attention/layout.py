@@ -12,13 +12,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from radixkv.attention.formats import KVFormat, make_format
 from radixkv.config import KVConfig, require_int
+
+if TYPE_CHECKING:
+    from radixkv_kernels.cpu.records import PagePlaces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +64,14 @@ class _LayerTensors(NamedTuple):
 
 
 class LayerPages(_LayerTensors):
-    """One layer's page and scale tensors; shapes as at the top of this module.
+    """One layer's page and scale tensors; shapes as at the top of this module."""
 
-    A backend may keep in ``__dict__`` what it finds out about them.
-    """
+    @cached_property
+    def places(self) -> PagePlaces:
+        """Their addresses and strides, as the compiled CPU kernels take them; found once."""
+        from radixkv_kernels.cpu.records import page_places  # here, because it loads Numba
+
+        return page_places(*self)
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from radixkv.attention.batch import AttentionBatch, ScoreRule
+from radixkv.attention.batch import AttentionBatch, KVReads, ScoreRule
 from radixkv.attention.formats import KVFormat, hadamard, row_limit
 from radixkv.attention.layout import KVCodec, LayerPages
+from radixkv.attention.plan import Backend, StepPlan
 from radixkv.errors import NonFiniteError
 
 # A query's arithmetic must not depend on its neighbours or on where its chunk began, or
@@ -332,10 +333,6 @@ def paged_attention(
     page_size = layer.k_pages.shape[2]
     seq_lens, cu_seqlens_q = batch.host_lens
     shared = _read_runs(codec, layer, batch)
-    batch.reads.tokens_alone = sum(seq_lens)
-    batch.reads.tokens = sum(seq_lens) - page_size * sum(
-        (len(run.seqs) - 1) * (run.stop - run.start) for run in batch.runs
-    )
     outs = []
     for i, seq_len in enumerate(seq_lens):
         num_pages, num_slots = -(-seq_len // page_size), -(-seq_len // TILE) * TILE
@@ -354,3 +351,37 @@ def paged_attention(
     if codec.rotate_v:
         out = rotate_rows(out)
     return out.to(q.dtype)
+
+
+class TorchBackend(Backend):
+    """`write_kv` and `paged_attention` of this module."""
+
+    name = "torch"
+
+    def write_kv(
+        self,
+        layer: LayerPages,
+        slot_mapping: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        layer_idx: int,
+        k_center: Tensor | None = None,
+    ) -> None:
+        write_kv(self.codec, layer, slot_mapping, k, v, layer_idx=layer_idx, k_center=k_center)
+
+    def plan(self, batch: AttentionBatch) -> TorchPlan:
+        return TorchPlan(self, batch)
+
+
+class TorchPlan(StepPlan):
+    """Nothing is made ready: each layer reads what it needs."""
+
+    def attend(self, layer: LayerPages, q: Tensor, rule: ScoreRule) -> Tensor:
+        return paged_attention(self.backend.codec, layer, q, self.batch, rule)
+
+    @property
+    def reads(self) -> KVReads:
+        alone = sum(self.batch.host_lens[0])
+        again = sum((len(run.seqs) - 1) * (run.stop - run.start) for run in self.batch.runs)
+        return KVReads(alone - self.backend.codec.config.page_size * again, alone)

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from radixkv.attention.batch import AttentionBatch
+from radixkv.attention.plan import StepPlan
 from radixkv.cache.pool import PageIds
 from radixkv.cache.tree import Tokens, decode_tokens
 from radixkv.config import require_int
@@ -36,7 +36,6 @@ class Lease:
 
     __slots__ = (
         "__weakref__",
-        "_batch",
         "_cache",
         "_chunk_start",
         "_namespace",
@@ -44,6 +43,7 @@ class Lease:
         "_num_pages",
         "_num_tokens",
         "_pages",
+        "_plan",
         "_released",
         "_tokens",
         "_written",
@@ -67,7 +67,7 @@ class Lease:
         self._namespace = namespace
         self._written = written  # tokens with KV, by layer
         self._chunk_start = written[0]  # tokens from here on came last: the queries of attend
-        self._batch: tuple[int, AttentionBatch] | None = None
+        self._plan: tuple[int, StepPlan] | None = None  # of its last so many tokens
         self._released = False
         cache._leases[id(self)] = weakref.ref(self)
 
@@ -178,8 +178,8 @@ class Lease:
         with cache._guard:
             slots = torch.from_numpy(self.slots(start)).to(cache.device)
             pages = cache.storage.layer(layer_idx)
-            cache.backend.write_kv(cache.codec, pages, slots, k, v, layer_idx=layer_idx)
-            cache.backend.settle(cache.codec)
+            cache.backend.write_kv(pages, slots, k, v, layer_idx=layer_idx)
+            cache.backend.settle()
             self._written[layer_idx] = stop
 
     def mark_written(self, num_tokens: int | None = None) -> None:
@@ -256,7 +256,7 @@ class Lease:
             self._num_tokens = new
         if self.num_written == old:
             self._chunk_start = old
-        self._batch = None
+        self._plan = None
 
     def _make_room(self, old: int, more: int) -> None:
         """Append ``more`` pages; copy a part-filled last page of ``old`` tokens that is shared."""
@@ -302,7 +302,7 @@ class Lease:
             self._written = [min(num_tokens, written) for written in self._written]
             self._num_cached = min(num_tokens, self._num_cached)
             self._chunk_start = min(num_tokens, self._chunk_start)
-            self._batch = None
+            self._plan = None
             if gone.size:
                 cache.pool.drop(gone)
 
@@ -347,7 +347,7 @@ class Lease:
                 expires=None if ttl is None else cache._now() + ttl,
             )
             if changed:
-                self._batch = None
+                self._plan = None
         finally:
             cache._guard.leave()
 
@@ -418,7 +418,7 @@ class Lease:
         cache.cow_copies += 1
         self._pages[index] = page_id
         cache.pool.drop(old)
-        self._batch = None
+        self._plan = None
 
     def _make_own(self, start: int) -> None:
         """As `_own`, outside of the lock; for want of pages once more after collecting garbage."""

@@ -239,7 +239,6 @@ class PageStorage:
         for tensor in self.pages:
             _as_bytes(tensor)[:, NULL_PAGE] = 0  # padding reads finite values
         self._layers = [LayerPages(*(t[i] for t in self.pages)) for i in range(spec.num_layers)]
-        self._codec = codec
         self.copier: Callable[..., None] | None = None
         copied = [t.view(torch.uint8) for t in self.pages]
         # On a CPU the copies go through NumPy, whose calls cost a tenth of torch's.
@@ -255,7 +254,7 @@ class PageStorage:
     def copy_page(self, source: int, target: int, num_tokens: int) -> None:
         """Copy the first tokens of a page, scales included, in all layers."""
         if self.copier is not None:
-            self.copier(self._codec, self.pages, [(source, target, num_tokens)])
+            self.copier(self.pages, [(source, target, num_tokens)])
             return
         self._copy_tokens(self._copied, source, target, num_tokens)
 

@@ -25,9 +25,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from radixkv.attention.backend import Backend, get_backend
+from radixkv.attention.backend import get_backend
 from radixkv.attention.batch import AttentionBatch, ScoreRule
 from radixkv.attention.layout import KVCodec, KVSpec, LayerPages
+from radixkv.attention.plan import Backend, StepPlan
 from radixkv.attention.shared_runs import PageTables
 from radixkv.cache import snapshot, view
 from radixkv.cache.guard import Guard
@@ -89,7 +90,7 @@ class PrefixCache:
         self.device = torch.device(device)
         self.on_host = self.device.type == "cpu"
         self.codec = KVCodec(spec, self.config)
-        self.backend: Backend = get_backend(backend, self.device)
+        self.backend: Backend = get_backend(backend, self.device)(self.codec)
         self.page_tables = PageTables(with_runs=self.config.shared_prefix != "never")
         self.page_size = self.config.page_size
         if self.config.capacity is None:
@@ -325,41 +326,47 @@ class PrefixCache:
                 raise TypeError(f"leases: expected leases, got {lease!r}; use cache.acquire()")
         if query_lens is not None:
             query_lens = [require_int("query_lens", rows, 0) for rows in query_lens]
+        elif len(leases) == 1:
+            query_lens = [q.shape[0]]
         else:
-            if len(leases) == 1:
-                query_lens = [q.shape[0]]
-            else:
-                query_lens = [lease.num_tokens - lease._chunk_start for lease in leases]
+            query_lens = [lease.num_tokens - lease._chunk_start for lease in leases]
         if not leases or len(query_lens) != len(leases) or sum(query_lens) != q.shape[0]:
             raise ValueError(
                 f"q: expected {list(query_lens)} rows for {len(leases)} leases, got {q.shape[0]}; "
                 f"say how many are whose with query_lens"
             )
         with self._guard:
-            for lease, rows in zip(leases, query_lens, strict=True):
-                lease._require_open()
-                if lease._cache is not self:
-                    raise ValueError("leases: expected leases of this cache, got another's")
-                if lease._written[layer_idx] < lease.num_tokens:
-                    raise ValueError(
-                        f"attend: {lease._written[layer_idx]} of {lease.num_tokens} tokens have "
-                        f"KV in layer {layer_idx}; write() the rest, or mark_written() if "
-                        f"they are there"
-                    )
-                if not 1 <= rows <= lease.num_tokens:
-                    raise ValueError(
-                        f"q: expected 1 to {lease.num_tokens} rows of a lease, got {rows}"
-                    )
-            if len(leases) == 1:
-                known = leases[0]._batch
-                if known is None or known[0] != query_lens[0]:
-                    batch = self._attention_batch(leases, query_lens)
-                    known = leases[0]._batch = (query_lens[0], batch)
-                batch = known[1]
-            else:
-                batch = self._attention_batch(leases, query_lens)
+            self._require_readable(layer_idx, leases, query_lens)
+            plan = self._plan_of(leases, query_lens)
             pages = self.storage.layer(layer_idx)
-        return self.backend.paged_attention(self.codec, pages, q, batch, score_rule)
+        return plan.attend(pages, q, score_rule)
+
+    def _require_readable(
+        self, layer_idx: int, leases: Sequence[Lease], query_lens: Sequence[int]
+    ) -> None:
+        """Raise unless the last so many tokens of each lease can attend in this layer."""
+        for lease, rows in zip(leases, query_lens, strict=True):
+            lease._require_open()
+            if lease._cache is not self:
+                raise ValueError("leases: expected leases of this cache, got another's")
+            if lease._written[layer_idx] < lease.num_tokens:
+                raise ValueError(
+                    f"attend: {lease._written[layer_idx]} of {lease.num_tokens} tokens have KV in "
+                    f"layer {layer_idx}; write() the rest, or mark_written() if they are there"
+                )
+            if not 1 <= rows <= lease.num_tokens:
+                raise ValueError(f"q: expected 1 to {lease.num_tokens} rows of a lease, got {rows}")
+
+    def _plan_of(self, leases: Sequence[Lease], query_lens: Sequence[int]) -> StepPlan:
+        """One plan for all layers of a step; a single lease keeps its own until it changes."""
+        if len(leases) > 1:
+            return self.backend.plan(self._attention_batch(leases, query_lens))
+        (lease,), (rows,) = leases, query_lens
+        known = lease._plan
+        if known is None or known[0] != rows:
+            plan = self.backend.plan(self._attention_batch(leases, query_lens))
+            known = lease._plan = (rows, plan)
+        return known[1]
 
     def _attention_batch(
         self, leases: Sequence[Lease], query_lens: Sequence[int]
@@ -382,6 +389,7 @@ class PrefixCache:
             seq_lens=on_device(seq_lens.astype(np.int32)),
             cu_seqlens_q=on_device(starts),
             runs=runs,
+            known_lens=(seq_lens.tolist(), starts.tolist()),
         )
 
     # --- snapshots ---------------------------------------------------------------------
