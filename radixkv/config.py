@@ -12,9 +12,10 @@ from fractions import Fraction
 from numbers import Integral, Real
 from typing import Any, Literal, TypeGuard
 
+from radixkv import kv_formats
 from radixkv.names import BEAM_MEANINGS, KV_MEANINGS, SAMPLING_MEANINGS, named_fields
 
-KV_DTYPES = ("int8", "fp8", "fp8_e5m2", "int4", "model")
+KV_DTYPES = tuple(kv_formats.FORMATS)
 ROTATIONS = ("auto", "hadamard", "none")
 EVICTIONS = ("lru", "lfu", "priority")
 SHARED_PREFIX = ("auto", "always", "never")
@@ -66,20 +67,7 @@ def require_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 # What other libraries call some of our choices.
 _ALIASES = {
-    "fp8_e4m3": "fp8",
-    "e4m3": "fp8",
-    "float8_e4m3fn": "fp8",
-    "e5m2": "fp8_e5m2",
-    "float8_e5m2": "fp8_e5m2",
-    "q8": "int8",
-    "q8_0": "int8",
-    "q4": "int4",
-    "q4_0": "int4",
-    "bfloat16": "model",
-    "float16": "model",
-    "float32": "model",
-    "fp16": "model",
-    "bf16": "model",
+    **{other: one.name for one in kv_formats.FORMATS.values() for other in one.other_names},
     "cuda": "triton",
     "eager": "torch",
 }

@@ -470,6 +470,17 @@ def test_the_backend_is_found_by_name_and_is_what_auto_takes_on_a_cpu():
         get_backend("cpu", torch.device("cuda"))
 
 
+def test_what_a_step_finds_out_is_hung_into_nothing_that_it_was_given():
+    case = Case(seq_lens=(700, 60), query_lens=(1, 30))
+    plan = CpuBackend(case.codec).plan(case.batch)
+    sinks = replace(case.rule, sinks=torch.zeros(case.q.shape[1]))
+    for rule in (case.rule, sinks):
+        plan.attend(case.layer, case.q, rule)
+    for given in (case.codec, case.batch, case.layer, case.rule, sinks):
+        declared = {*dir(type(given)), *getattr(type(given), "__dataclass_fields__", ())}
+        assert set(vars(given)) <= declared, type(given)
+
+
 def test_numba_is_loaded_only_when_the_backend_is_asked_for():
     program = (
         "import sys, torch; from radixkv.attention.backend import get_backend;"

@@ -637,6 +637,22 @@ def test_an_engine_gives_the_same_tokens_and_scores_with_shared_runs(long_model)
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_what_plans_of_one_batch_read_is_each_ones_own(backend) -> None:
+    forest = Forest(THREE_LEVELS)
+    plans = []
+    for mode in ("always", "never"):
+        config = replace(forest.codec.config, shared_prefix=mode)
+        codec = KVCodec(forest.cache.spec, config)
+        batch = forest.batch if mode == "always" else replace(forest.batch, runs=())
+        plans.append(get_backend(backend, torch.device("cpu"))(codec).plan(batch))
+    rule = ScoreRule(softmax_scale=1.0)
+    for plan in plans:
+        plan.attend(forest.cache.layer(0), forest.q, rule)
+    together, alone = (plan.reads for plan in plans)
+    assert together.tokens < together.tokens_alone == alone.tokens == alone.tokens_alone
+
+
 def test_runs_with_a_gap_are_refused() -> None:
     parent, child = (np.arange(2), 0, 1), (np.array([1]), 1, 2)
     sizes = [1100, 1100], [0, 3, 6], 2

@@ -134,7 +134,9 @@ class ScoreRule:
 
         What runs attention calls it first: a kernel that reads by head would read past an end.
         """
-        if self._made_for is None or self._made_for == (num_q_heads, device):
+        if self.sinks is None and self.alibi_slopes is None:
+            return
+        if self._made_for == (num_q_heads, device):
             return
         for name, values in (("sinks", self.sinks), ("alibi_slopes", self.alibi_slopes)):
             if values is None:
@@ -151,12 +153,10 @@ class ScoreRule:
 
     @cached_property
     def _made_for(self) -> tuple[int, torch.device] | None:
-        """The heads and the device that it fits; None is all, and -1 heads are none."""
+        """The heads and the device that its values are of; None if they do not agree."""
         per_head = [one for one in (self.sinks, self.alibi_slopes) if one is not None]
         fits = {(one.shape[0], one.device) for one in per_head}
-        if len(fits) > 1:
-            return -1, per_head[0].device
-        return fits.pop() if fits else None
+        return fits.pop() if len(fits) == 1 else None
 
     def terms(self, num_q_heads: int, device: torch.device) -> RuleTerms:
         """The rule for compiled code, once it is known to fit; raises as `require_heads`."""
@@ -168,6 +168,8 @@ class ScoreRule:
     def _kept_terms(self) -> RuleTerms | None:
         """Its terms, for every layer and step; None if they are copies, which see no changes."""
         made = self._make_terms()
+        if self.sinks is None and self.alibi_slopes is None:
+            return made
         pairs = ((made.sinks, self.sinks), (made.alibi_slopes, self.alibi_slopes))
         shared = all(
             mine is None or own is None or mine.data_ptr() == own.data_ptr() for mine, own in pairs
@@ -175,10 +177,11 @@ class ScoreRule:
         return made if shared else None
 
     def _make_terms(self) -> RuleTerms:
-        sinks, slopes = (
-            None if one is None else one.detach().float().contiguous()
-            for one in (self.sinks, self.alibi_slopes)
-        )
+        sinks, slopes = self.sinks, self.alibi_slopes
+        if sinks is not None:
+            sinks = sinks.detach().float().contiguous()
+        if slopes is not None:
+            slopes = slopes.detach().float().contiguous()
         window, softcap = self.sliding_window or 0, self.softcap or 0.0
         return RuleTerms(self.softmax_scale, window, softcap, sinks, slopes)
 

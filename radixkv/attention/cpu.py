@@ -24,13 +24,7 @@ from radixkv.attention.plan import Backend, PreparedLayer, StepPlan
 from radixkv_kernels import compile_cache
 from radixkv_kernels.cpu.attention import AttentionCall, Rule, Step
 from radixkv_kernels.cpu.formats import (
-    BFLOAT16,
-    FLOAT16,
-    FLOAT32,
-    FP8,
-    FP8_E5M2,
-    INT4,
-    INT8,
+    FORMATS,
     RowFormat,
     extends_in_rows,
     shares,
@@ -39,15 +33,7 @@ from radixkv_kernels.cpu.plan import MAX_DECODE_GROUP, SPLIT, Plan, make_plan
 from radixkv_kernels.cpu.simd import processor
 from radixkv_kernels.cpu.write import Write
 
-_FORMATS = {
-    "int8": INT8,
-    "fp8": FP8,
-    "fp8_e5m2": FP8_E5M2,
-    "int4": INT4,
-    torch.float32: FLOAT32,
-    torch.float16: FLOAT16,
-    torch.bfloat16: BFLOAT16,
-}
+_NUMBERS = {one.name: number for number, one in enumerate(FORMATS)}  # "model" by its dtype
 
 
 class _Stored(NamedTuple):
@@ -58,11 +44,20 @@ class _Stored(NamedTuple):
     rotate: tuple[bool, bool]
 
 
+def _row_format(kv_format: KVFormat) -> RowFormat:
+    name = kv_format.name
+    if name == "model":
+        name = str(kv_format.code_dtype).removeprefix("torch.")
+    if name not in _NUMBERS:
+        raise ValueError(
+            f"KVConfig.dtype: expected a format that the CPU kernels have "
+            f'({", ".join(_NUMBERS)}), got {name!r}; use backend="torch"'
+        )
+    return RowFormat(_NUMBERS[name], kv_format.head_dim)
+
+
 def _stored(codec: KVCodec) -> _Stored:
-    k, v = (
-        RowFormat(_FORMATS[f.code_dtype if f.name == "model" else f.name], f.head_dim)
-        for f in (codec.k_format, codec.v_format)
-    )
+    k, v = _row_format(codec.k_format), _row_format(codec.v_format)
     return _Stored(k, v, (codec.rotate_k, codec.rotate_v))
 
 

@@ -18,6 +18,7 @@ a group is a run of `int4_group_size` elements of the row, at most 32.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -276,15 +277,29 @@ class ModelFormat(KVFormat):
         return _float_error(rows, self.code_dtype, 1.0)
 
 
+MAKERS: dict[str, Callable[[int, torch.dtype], KVFormat]] = {
+    "int8": lambda head_dim, model_dtype: Int8Format(head_dim),
+    "fp8": lambda head_dim, model_dtype: Fp8Format(head_dim, "fp8"),
+    "fp8_e5m2": lambda head_dim, model_dtype: Fp8Format(head_dim, "fp8_e5m2"),
+    "int4": lambda head_dim, model_dtype: Int4Format(head_dim),
+    "model": ModelFormat,
+}
+"""How each format of `radixkv.kv_formats` is made, for a head size and a model's dtype."""
+
+
 def make_format(name: str, head_dim: int, model_dtype: torch.dtype) -> KVFormat:
-    """The format that ``KVConfig.dtype`` names, for rows of ``head_dim`` elements."""
-    if name == "int8":
-        return Int8Format(head_dim)
-    if name == "int4":
-        return Int4Format(head_dim)
-    if name == "model":
-        return ModelFormat(head_dim, model_dtype)
-    return Fp8Format(head_dim, name)
+    """The format that ``KVConfig.dtype`` names, for rows of ``head_dim`` elements.
+
+    Raises:
+        ValueError: no such format, or one that does not take such a row.
+    """
+    make = MAKERS.get(name)
+    if make is None:
+        raise ValueError(
+            f"KVConfig.dtype: expected one of {', '.join(map(repr, MAKERS))}, got {name!r}; a new "
+            f"format needs a class in radixkv.attention.formats, too"
+        )
+    return make(head_dim, model_dtype)
 
 
 def row_limit(kv_format: KVFormat, rotate: bool) -> float:

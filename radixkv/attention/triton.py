@@ -27,10 +27,10 @@ from radixkv.attention.layout import KVCodec, LayerPages
 from radixkv.attention.plan import Backend, CopyPages, StepPlan
 from radixkv.attention.reference import non_finite
 from radixkv.attention.tiles import Tile, find_tile
+from radixkv_kernels.gpu import numbers
 from radixkv_kernels.gpu.attention import extend_kernel, split_kernel
 from radixkv_kernels.gpu.copy import copy_kernel
 from radixkv_kernels.gpu.merge import merge_kernel
-from radixkv_kernels.gpu.numbers import FP8, FP8_E5M2, INT4, INT8, MODEL
 from radixkv_kernels.gpu.rotate import rotate_kernel
 from radixkv_kernels.gpu.write import FAULT_KINDS, write_kernel
 
@@ -52,13 +52,6 @@ INTERPRETED = not isinstance(write_kernel, triton.runtime.JITFunction)
 runs: Counter[str] = Counter()
 """How often each kernel was launched in this process; tests assert which path ran."""
 
-_FORMATS = {
-    "int8": INT8.value,
-    "fp8": FP8.value,
-    "fp8_e5m2": FP8_E5M2.value,
-    "int4": INT4.value,
-    "model": MODEL.value,
-}
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 # The interpreter pays for programs, whatever their size.
 _WRITE_TOKENS = 64 if INTERPRETED else 4
@@ -128,6 +121,18 @@ def rotation_log2(head_dim: int, rotate: bool) -> int:
     return (head_dim & -head_dim).bit_length() - 1 if rotate else 0
 
 
+def _number(kv_format: KVFormat) -> int:
+    """By which the kernels know a format."""
+    number = getattr(numbers, kv_format.name.upper(), None)
+    if number is None:
+        raise ValueError(
+            f"KVConfig.dtype: expected a format that the GPU kernels have, got "
+            f'{kv_format.name!r}; use backend="torch"'
+        )
+    value: int = number.value
+    return value
+
+
 def _group(kv_format: KVFormat) -> int:
     return kv_format.group_size if isinstance(kv_format, Int4Format) else 1
 
@@ -165,8 +170,8 @@ def write_constants(codec: KVCodec) -> dict[str, Any]:
     k, v = codec.k_format, codec.v_format
     return {
         "PAGE_SIZE": codec.config.page_size,
-        "K_FORMAT": _FORMATS[k.name],
-        "V_FORMAT": _FORMATS[v.name],
+        "K_FORMAT": _number(k),
+        "V_FORMAT": _number(v),
         "HEAD_DIM": k.head_dim,
         "V_HEAD_DIM": v.head_dim,
         "K_GROUP": _group(k),
@@ -191,8 +196,8 @@ def attention_constants(
     return {
         "GROUP_SIZE": group,
         "PAGE_SIZE": codec.config.page_size,
-        "K_FORMAT": _FORMATS[k.name],
-        "V_FORMAT": _FORMATS[v.name],
+        "K_FORMAT": _number(k),
+        "V_FORMAT": _number(v),
         "HEAD_DIM": k.head_dim,
         "V_HEAD_DIM": v.head_dim,
         "K_GROUP": _group(k),
@@ -637,6 +642,8 @@ class TritonBackend(Backend):
 
     def __init__(self, codec: KVCodec) -> None:
         super().__init__(codec)
+        for kv_format in (codec.k_format, codec.v_format):
+            _number(kv_format)  # refuses what the kernels lack
         self._faults: dict[torch.device, Tensor] = {}
 
     def _faults_on(self, device: torch.device) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from radixkv import kv_formats
 from radixkv.attention import tiles
 from radixkv.attention.backend import get_backend
 from radixkv.attention.layout import KVCodec
@@ -39,7 +40,7 @@ HEADS = (32, 8, 128)  # query heads, KV heads, head_dim: Llama-3-8B
 BATCHES = (1, 8, 64)
 SEQ_LEN = 8192
 EXTEND_QUERIES = (8, 512)
-KV_DTYPES = ("int8", "fp8", "int4", "model")
+KV_DTYPES = tuple(one.name for one in kv_formats.FORMATS.values() if one.is_timed)
 _COPY_BYTES = 1 << 30
 _WORKSPACE_BYTES = 128 << 20  # that FlashInfer asks for
 

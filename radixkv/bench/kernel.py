@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from radixkv import kv_formats
 from radixkv.attention.backend import get_backend
 from radixkv.attention.batch import AttentionBatch, ScoreRule
 from radixkv.attention.formats import KVFormat
@@ -48,6 +49,9 @@ SHARED_GRID = tuple(
 SHARED_HEADS = (32, 8, 128)
 PAGE_SIZE = 16
 _CPU = torch.device("cpu")
+KV_DTYPES = tuple(
+    one.name for one in kv_formats.FORMATS.values() if one.is_timed and one.bits is not None
+)
 
 
 @dataclass(frozen=True)
@@ -184,9 +188,8 @@ def _queries(shape: tuple[int, ...], query_len: int) -> Tensor:
     return torch.randn(shape[0], shape[1], query_len, shape[3], generator=generator)
 
 
-# How far a token's output of one head may be from what it is compared with, as a share of that
-# one's length: three times what was seen. Zeros are off by 1, another head's output by 1.4.
-_QUANTIZED = {"int8": 0.05, "fp8": 0.15, "fp8_e5m2": 0.3, "int4": 0.5, "model": 0.0}
+# As `StoredFormat.output_error`, of what the model's own dtype rounds. Zeros are off by 1, another
+# head's output by 1.4.
 _ROUNDED = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 2e-2}
 
 
@@ -213,7 +216,9 @@ def require_close(kernel: str, load: PagedLoad, got: Tensor, want: Tensor) -> No
     Raises:
         ArithmeticError: the result is wrong; no figure for that.
     """
-    allowed = _QUANTIZED[load.codec.config.dtype] + _ROUNDED[load.codec.spec.dtype]
+    allowed = (
+        kv_formats.FORMATS[load.codec.config.dtype].output_error + _ROUNDED[load.codec.spec.dtype]
+    )
     _require_near(kernel, "torch's", got, want, allowed)
 
 
@@ -405,7 +410,7 @@ def _processor() -> str:
 
 
 def bench_kernels(
-    kv_dtypes: Sequence[str] = ("int8", "fp8", "int4"), *, num_threads: int | None = None
+    kv_dtypes: Sequence[str] = KV_DTYPES, *, num_threads: int | None = None
 ) -> dict[str, object]:
     """Run every kernel on every shape (shared runs: the first format); a dict that JSON can hold.
 

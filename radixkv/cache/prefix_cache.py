@@ -361,7 +361,7 @@ class PrefixCache:
         """One plan for all layers of a step; a single lease keeps its own until it changes."""
         if len(leases) > 1:
             return self.backend.plan(self._attention_batch(leases, query_lens))
-        (lease,), (rows,) = leases, query_lens
+        lease, rows = leases[0], query_lens[0]
         known = lease._plan
         if known is None or known[0] != rows:
             plan = self.backend.plan(self._attention_batch(leases, query_lens))
