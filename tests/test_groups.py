@@ -647,9 +647,9 @@ def test_what_plans_of_one_batch_read_is_each_ones_own(backend) -> None:
         batch = forest.batch if mode == "always" else replace(forest.batch, runs=())
         plans.append(get_backend(backend, torch.device("cpu"))(codec).plan(batch))
     rule = ScoreRule(softmax_scale=1.0)
-    for plan in plans:
-        plan.attend(forest.cache.layer(0), forest.q, rule)
-    together, alone = (plan.reads for plan in plans)
+    for made in plans:
+        made.attend(forest.cache.layer(0), forest.q, rule)
+    together, alone = (made.reads for made in plans)
     assert together.tokens < together.tokens_alone == alone.tokens == alone.tokens_alone
 
 
