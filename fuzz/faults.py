@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import dataclasses
 import io
 import logging
 import os
@@ -159,21 +158,25 @@ def points(tokenizer: Any, model: Any) -> list[tuple[str, Any, str]]:
 
 def add_kernels(faults: Faults, engine: Engine) -> None:
     """Make the kernels of an engine's cache points too."""
-    backend = engine.cache.backend
-    make = backend.prepare
+    backend: Any = engine.cache.backend
+    make = backend.plan
 
-    def prepare(codec: Any, batch: Any, q: Any, *rest: Any) -> Any:
-        if make is None or len(q) % 2:  # the other half goes layer by layer
-            return None
-        run = make(codec, batch, q, *rest)
-        return None if run is None else faults.wrap("kernel: prepared layer", run)
+    def plan(batch: Any) -> Any:
+        made = make(batch)
+        own = made.prepare
 
-    engine.cache.core.backend = dataclasses.replace(
-        backend,
-        write_kv=faults.wrap("kernel: write_kv", backend.write_kv),
-        paged_attention=faults.wrap("kernel: paged_attention", backend.paged_attention),
-        prepare=faults.wrap("kernel: prepare", prepare),
-    )
+        def prepare(q: Any, *rest: Any) -> Any:
+            if len(q) % 2:  # the other half goes layer by layer
+                return None
+            run = own(q, *rest)
+            return None if run is None else faults.wrap("kernel: prepared layer", run)
+
+        made.attend = faults.wrap("kernel: attend", made.attend)
+        made.prepare = faults.wrap("kernel: prepare", prepare)
+        return made
+
+    backend.write_kv = faults.wrap("kernel: write_kv", backend.write_kv)
+    backend.plan = plan
 
 
 def outcome(result: Any) -> Any:

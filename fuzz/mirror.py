@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from radixkv.attention.formats import KVSpec, LayerPages
+from radixkv.attention.layout import KVSpec, LayerPages
 from radixkv.cache.core import CacheCore
 from radixkv.cache.lease import Lease
 from radixkv.cache.pin import Pin

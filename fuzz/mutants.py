@@ -44,6 +44,7 @@ LEFT_OUT = {
     "free_device_bytes", "__repr__", "_head", "attend", "attend_batch", "_attention_batch",
     "_broken", "check", "_check_queues", "_check_children", "_refuse_room", "_inline", "_jit",
     "_prefetch", "_fetch_ahead", "load_kernel", "nbytes", "require",
+    "_require_readable", "_plan_of",
 }  # fmt: skip
 _OURS = ("radixkv", "radixkv_kernels", "fuzz")
 _SWAPS: dict[type[ast.AST], type[ast.AST]] = {

@@ -137,7 +137,7 @@ class Soak:
     def bytes_per_token(self, dtype: str) -> int:
         """Bytes of KV a token of this model in a format."""
         from radixkv import KVSpec
-        from radixkv.attention.formats import KVCodec
+        from radixkv.attention.layout import KVCodec
 
         spec = KVSpec(num_layers=2, num_kv_heads=2, head_dim=8)
         return KVCodec(spec, KVConfig(dtype=dtype)).bytes_per_token

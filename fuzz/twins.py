@@ -24,7 +24,7 @@ import torch
 
 from fuzz.driver import NAMESPACES, Bytes, Seeded, Source
 from fuzz.mirror import Mirror, compare, mirrored_cache
-from radixkv.attention.formats import KVSpec
+from radixkv.attention.layout import KVSpec
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.tree import encode_tokens
 from radixkv.config import EVICTIONS, KVConfig

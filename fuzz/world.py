@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from fuzz.mirror import compare, mirrored_cache
-from radixkv.attention.formats import KVSpec
+from radixkv.attention.layout import KVSpec
 from radixkv.cache.lease import Lease
 from radixkv.cache.pin import Pin
 from radixkv.cache.prefix_cache import _ALL, PrefixCache

@@ -33,7 +33,7 @@ _HOME = {
     "Prompt": "text.prompts",
     "TokenIds": "text.prompts",
     "RadixTree": "cache.tree",
-    "KVSpec": "attention.formats",
+    "KVSpec": "attention.layout",
     "CacheStats": "cache.stats",
     "Lease": "cache.lease",
     "Pin": "cache.pin",
@@ -65,7 +65,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from radixkv.attention.formats import KVSpec as KVSpec
+    from radixkv.attention.layout import KVSpec as KVSpec
     from radixkv.cache.lease import Lease as Lease
     from radixkv.cache.pin import Pin as Pin
     from radixkv.cache.prefix_cache import PrefixCache as PrefixCache

@@ -10,11 +10,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from numbers import Integral, Real
-from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, TypeGuard, TypeVar, get_args
+from typing import (
+    Any,
+    Literal,
+    NamedTuple,
+    TypeAlias,
+    TypedDict,
+    TypeGuard,
+    TypeVar,
+    cast,
+    get_args,
+)
 
+from radixkv import kv_formats
 from radixkv.names import BEAM_MEANINGS, KV_MEANINGS, SAMPLING_MEANINGS, named_fields
 
-# Choices, once: the aliases for type checkers, the tuples for checks and messages.
+# Choices, once: the aliases for type checkers, the tuples for checks and messages. Formats stand in
+# `radixkv.kv_formats`; what type checkers read of them is written out (tested to be the same).
 KVDtype: TypeAlias = Literal["int8", "fp8", "fp8_e5m2", "int4", "model"]
 Rotation: TypeAlias = Literal["auto", "hadamard", "none"]
 Eviction: TypeAlias = Literal["lru", "lfu", "priority"]
@@ -22,7 +34,7 @@ SharedPrefix: TypeAlias = Literal["auto", "always", "never"]
 BackendName: TypeAlias = Literal["auto", "triton", "cpu", "torch"]
 OnError: TypeAlias = Literal["raise", "return"]
 
-KV_DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
+KV_DTYPES = cast("tuple[KVDtype, ...]", tuple(kv_formats.FORMATS))
 ROTATIONS: tuple[Rotation, ...] = get_args(Rotation)
 EVICTIONS: tuple[Eviction, ...] = get_args(Eviction)
 SHARED_PREFIX: tuple[SharedPrefix, ...] = get_args(SharedPrefix)
@@ -76,20 +88,7 @@ def require_choice(name: str, value: object, choices: Sequence[Choice]) -> Choic
 
 # What other libraries call some of our choices.
 _ALIASES = {
-    "fp8_e4m3": "fp8",
-    "e4m3": "fp8",
-    "float8_e4m3fn": "fp8",
-    "e5m2": "fp8_e5m2",
-    "float8_e5m2": "fp8_e5m2",
-    "q8": "int8",
-    "q8_0": "int8",
-    "q4": "int4",
-    "q4_0": "int4",
-    "bfloat16": "model",
-    "float16": "model",
-    "float32": "model",
-    "fp16": "model",
-    "bf16": "model",
+    **{other: one.name for one in kv_formats.FORMATS.values() for other in one.other_names},
     "cuda": "triton",
     "eager": "torch",
 }

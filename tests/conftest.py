@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from radixkv import KVConfig, KVSpec, PrefixCache
-from radixkv.attention.reference import ScoreRule, attend_dense, rotate_rows
+from radixkv.attention.batch import ScoreRule
+from radixkv.attention.reference import attend_dense, rotate_rows
 
 # The same examples at every run, so that a change is judged by what it changes; with
 # RADIXKV_RANDOM=1 they are new ones each time (fuzz/ searches for hours).

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from radixkv.attention.backend import Backend, get_backend
+from radixkv.attention.cpu import CpuBackend, CpuPlan
 from radixkv.bench import kernel as bench_kernel
 from radixkv.bench.kernel import PagedLoad, require_close, time_decode, time_shared, time_write
 
@@ -93,15 +93,16 @@ FAULTS = {
 
 def breaking(monkeypatch: pytest.MonkeyPatch, broken: Callable[..., Any]) -> None:
     """From here on every backend of a load attends so."""
-    own = get_backend("cpu", torch.device("cpu"))
+    own = CpuPlan.attend
 
-    def attend(*call: Any) -> torch.Tensor:
-        return broken(own.paged_attention, *call)
+    def attend(plan: CpuPlan, *call: Any) -> torch.Tensor:
+        def again(codec: Any, layer: Any, q: Any, batch: Any, rule: Any) -> torch.Tensor:
+            return own(CpuBackend(codec).plan(batch), layer, q, rule)
 
-    def found(*_: object) -> Backend:
-        return replace(own, paged_attention=attend)
+        layer, q, rule = call
+        return broken(again, plan.backend.codec, layer, q, plan.batch, rule)
 
-    monkeypatch.setattr(bench_kernel, "get_backend", found)
+    monkeypatch.setattr(CpuPlan, "attend", attend)
 
 
 def runs(kv_dtype: str) -> list[Callable[[], object]]:

@@ -15,9 +15,10 @@ import torch
 
 from radixkv.attention import reference
 from radixkv.attention.backend import get_backend
-from radixkv.attention.cpu import paged_attention, write_kv
-from radixkv.attention.formats import KVCodec, KVFormat, KVSpec, LayerPages, hadamard
-from radixkv.attention.reference import AttentionBatch, ScoreRule
+from radixkv.attention.batch import AttentionBatch, ScoreRule
+from radixkv.attention.cpu import CpuBackend
+from radixkv.attention.formats import KVFormat, hadamard
+from radixkv.attention.layout import KVCodec, KVSpec, LayerPages
 from radixkv.config import KVConfig
 from radixkv_kernels.cpu import formats, launch, plan, simd, vectors
 
@@ -106,9 +107,8 @@ class Case:
         )
 
     def run(self, q=None, batch=None) -> torch.Tensor:
-        return paged_attention(
-            self.codec, self.layer, self.q if q is None else q, batch or self.batch, self.rule
-        )
+        plan = CpuBackend(self.codec).plan(batch or self.batch)
+        return plan.attend(self.layer, self.q if q is None else q, self.rule)
 
     def check(self) -> torch.Tensor:
         """Run, and compare with float64 within what float32 arithmetic can lose.
@@ -389,7 +389,7 @@ def test_every_format_reads_what_it_wrote_itself():
         position = torch.arange(70)
         slots = case.page_table[0][position // 8].long() * 8 + position % 8
         k, v = torch.randn(2, 70, 2, 64)
-        write_kv(case.codec, case.layer, slots, k, v, layer_idx=0)
+        CpuBackend(case.codec).write_kv(case.layer, slots, k, v, layer_idx=0)
         case.check()
 
 
@@ -466,9 +466,20 @@ def test_the_executor_without_openmp_gives_the_same(monkeypatch):
 def test_the_backend_is_found_by_name_and_is_what_auto_takes_on_a_cpu():
     for name in ("cpu", "auto"):
         backend = get_backend(name, torch.device("cpu"))
-        assert (backend.name, backend.paged_attention) == ("cpu", paged_attention)
+        assert (backend.name, backend) == ("cpu", CpuBackend)
     with pytest.raises(ValueError, match="'cpu' does not run on cuda"):
         get_backend("cpu", torch.device("cuda"))
+
+
+def test_what_a_step_finds_out_is_hung_into_nothing_that_it_was_given():
+    case = Case(seq_lens=(700, 60), query_lens=(1, 30))
+    plan = CpuBackend(case.codec).plan(case.batch)
+    sinks = replace(case.rule, sinks=torch.zeros(case.q.shape[1]))
+    for rule in (case.rule, sinks):
+        plan.attend(case.layer, case.q, rule)
+    for given in (case.codec, case.batch, case.layer, case.rule, sinks):
+        declared = {*dir(type(given)), *getattr(type(given), "__dataclass_fields__", ())}
+        assert set(vars(given)) <= declared, type(given)
 
 
 def test_numba_is_loaded_only_when_the_backend_is_asked_for():

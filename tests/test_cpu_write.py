@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixkv.attention import cpu as cpu_backend
 from radixkv.attention import reference
-from radixkv.attention.formats import KVCodec, KVFormat, KVSpec, LayerPages
+from radixkv.attention.cpu import CpuBackend
+from radixkv.attention.formats import KVFormat
+from radixkv.attention.layout import KVCodec, KVSpec, LayerPages
 from radixkv.config import KVConfig
 from radixkv.errors import NonFiniteError
 from radixkv_kernels.cpu import launch
@@ -50,7 +51,7 @@ def write_both(codec: KVCodec, slots: torch.Tensor, k: torch.Tensor, v: torch.Te
     expected, got = poisoned(codec), poisoned(codec)
     before = launch.runs["write"]
     reference.write_kv(codec, expected, slots, k, v, layer_idx=0)
-    cpu_backend.write_kv(codec, got, slots, k, v, layer_idx=0)
+    CpuBackend(codec).write_kv(got, slots, k, v, layer_idx=0)
     assert launch.runs["write"] == before + 1
     return expected, got
 
@@ -153,17 +154,18 @@ def test_rotated_rows_are_within_one_code_of_the_reference(dtype):
         assert ((a.float() - b.float()).abs() <= 2.0**-7 * a.float().abs()).all()
 
 
-@pytest.mark.parametrize("write", [reference.write_kv, cpu_backend.write_kv])
+@pytest.mark.parametrize("backend", [reference.TorchBackend, CpuBackend])
 @pytest.mark.parametrize("rotate", ["none", "hadamard"])
 @pytest.mark.parametrize("dtype", ["int8", "int4", "model"])
-def test_k_less_its_center_is_what_taking_it_off_first_gives_bit_for_bit(dtype, rotate, write):
+def test_k_less_its_center_is_what_taking_it_off_first_gives_bit_for_bit(dtype, rotate, backend):
     codec = make_codec(dtype, 64, rotate=rotate)
+    write = backend(codec).write_kv
     k, v = torch.randn(2, 2, 70, 64, generator=torch.Generator().manual_seed(0)).transpose(1, 2)
     center = torch.linspace(-30, 30, 128).view(2, 64)
     slots = torch.arange(70)
     expected, got = poisoned(codec, 18), poisoned(codec, 18)
-    write(codec, expected, slots, k - center, v, layer_idx=0)
-    write(codec, got, slots, k, v, layer_idx=0, k_center=center)
+    write(expected, slots, k - center, v, layer_idx=0)
+    write(got, slots, k, v, layer_idx=0, k_center=center)
     assert_same_bytes(expected, got)
 
 
@@ -175,7 +177,7 @@ def test_k_that_overflows_less_its_center_is_refused_and_nothing_is_written():
     center[1, 5] = -3e38
     pages = poisoned(codec)
     with pytest.raises(NonFiniteError, match="K of layer 4, KV head 1:"):
-        cpu_backend.write_kv(codec, pages, torch.arange(3), k, v, layer_idx=4, k_center=center)
+        CpuBackend(codec).write_kv(pages, torch.arange(3), k, v, layer_idx=4, k_center=center)
     assert_same_bytes(pages, poisoned(codec))
 
 
@@ -187,7 +189,7 @@ def test_a_non_finite_value_is_refused_by_layer_and_head_and_nothing_is_written(
     (k if which == "K" else v)[99, 1, 63] = bad
     pages = poisoned(codec, 30)
     with pytest.raises(NonFiniteError, match=f"{which} of layer 7, KV head 1:"):
-        cpu_backend.write_kv(codec, pages, torch.arange(100), k, v, layer_idx=7)
+        CpuBackend(codec).write_kv(pages, torch.arange(100), k, v, layer_idx=7)
     assert_same_bytes(pages, poisoned(codec, 30))
 
 
@@ -196,8 +198,8 @@ def test_a_slot_that_does_not_exist_is_refused_and_nothing_is_written(slot):
     codec = make_codec("int8", 64)
     pages = poisoned(codec)
     with pytest.raises(ValueError, match=f"slot_mapping: expected slots from 0 to 19, got {slot}"):
-        cpu_backend.write_kv(
-            codec, pages, torch.tensor([1, slot]), *torch.randn(2, 2, 2, 64), layer_idx=0
+        CpuBackend(codec).write_kv(
+            pages, torch.tensor([1, slot]), *torch.randn(2, 2, 2, 64), layer_idx=0
         )
     assert_same_bytes(pages, poisoned(codec))
 
@@ -216,12 +218,12 @@ def test_a_size_that_is_not_supported_is_named():
     pages = poisoned(codec)
     rows = torch.randn(1, 2, 1040)
     with pytest.raises(ValueError, match="head_dim: expected 1 to 1024, got 1040"):
-        cpu_backend.write_kv(codec, pages, torch.tensor([0]), rows, rows, layer_idx=0)
+        CpuBackend(codec).write_kv(pages, torch.tensor([0]), rows, rows, layer_idx=0)
 
 
 def test_writing_nothing_changes_nothing():
     codec = make_codec("int8", 64)
     pages = poisoned(codec)
     empty = torch.zeros(0, 2, 64)
-    cpu_backend.write_kv(codec, pages, torch.zeros(0, dtype=torch.int64), empty, empty, layer_idx=0)
+    CpuBackend(codec).write_kv(pages, torch.zeros(0, dtype=torch.int64), empty, empty, layer_idx=0)
     assert_same_bytes(pages, poisoned(codec))

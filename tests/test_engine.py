@@ -23,7 +23,7 @@ from radixkv import (
     SamplingParams,
     UnsupportedModelError,
 )
-from radixkv.attention.formats import KVCodec
+from radixkv.attention.layout import KVCodec
 
 ARCHITECTURES = (
     "llama",

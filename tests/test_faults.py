@@ -38,7 +38,7 @@ def harness() -> Iterator[Harness]:
 def test_the_loads_reach_every_point_and_preempt(harness: Harness) -> None:
     named = {name for name, _, _ in harness.places} | {
         "kernel: write_kv",
-        "kernel: paged_attention",
+        "kernel: attend",
         "kernel: prepare",
         "kernel: prepared layer",
         "callback: logits processor",

@@ -17,8 +17,9 @@ from radixkv.attention import cpu as cpu_backend
 from radixkv.attention import reference
 from radixkv.attention import sharing_cost as costs
 from radixkv.attention.backend import get_backend
-from radixkv.attention.formats import KVCodec, KVSpec, hadamard
-from radixkv.attention.reference import KVReads, ScoreRule
+from radixkv.attention.batch import KVReads, ScoreRule
+from radixkv.attention.formats import hadamard
+from radixkv.attention.layout import KVCodec, KVSpec
 from radixkv.attention.shared_runs import PageTables, SharedRun, find_runs
 from radixkv.cache.lease import Lease, attention_batch
 from radixkv.cache.prefix_cache import PrefixCache
@@ -274,14 +275,11 @@ class Forest:
 
     def attend(self, mode: str, backend: str = "cpu", **rule) -> tuple[torch.Tensor, KVReads]:
         rule = {"softmax_scale": self.cache.spec.head_dim**-0.5, **rule}
-        batch = replace(self.batch, reads=KVReads())
-        if mode == "never":
-            batch = replace(batch, runs=())
+        batch = replace(self.batch, runs=()) if mode == "never" else self.batch
         config = replace(self.codec.config, shared_prefix=mode)
         codec = KVCodec(self.cache.spec, config)
-        attend = get_backend(backend, torch.device("cpu")).paged_attention
-        out = attend(codec, self.cache.layer(0), self.q, batch, ScoreRule(**rule))
-        return out, batch.reads
+        plan = get_backend(backend, torch.device("cpu"))(codec).plan(batch)
+        return plan.attend(self.cache.layer(0), self.q, ScoreRule(**rule)), plan.reads
 
 
 def leaves(count: int, tokens: int = 3):
@@ -638,6 +636,22 @@ def test_an_engine_gives_the_same_tokens_and_scores_with_shared_runs(long_model)
                 assert stats.kv_bytes_read < stats.kv_bytes_alone
                 assert read < 0.5 * alone, "continuations of one prompt read it once"
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_what_plans_of_one_batch_read_is_each_ones_own(backend) -> None:
+    forest = Forest(THREE_LEVELS)
+    plans = []
+    for mode in ("always", "never"):
+        config = replace(forest.codec.config, shared_prefix=mode)
+        codec = KVCodec(forest.cache.spec, config)
+        batch = forest.batch if mode == "always" else replace(forest.batch, runs=())
+        plans.append(get_backend(backend, torch.device("cpu"))(codec).plan(batch))
+    rule = ScoreRule(softmax_scale=1.0)
+    for made in plans:
+        made.attend(forest.cache.layer(0), forest.q, rule)
+    together, alone = (made.reads for made in plans)
+    assert together.tokens < together.tokens_alone == alone.tokens == alone.tokens_alone
 
 
 def test_runs_with_a_gap_are_refused() -> None:

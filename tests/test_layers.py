@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 import radixkv.models.runner as model_module
 from radixkv import Engine, KVConfig
+from radixkv.models.attention_interface import AttentionHandler
 from radixkv.models.decoder_layer import FusedLayer
 from radixkv.models.hold import hold
 from radixkv.models.linear import SteadyLinear
@@ -35,6 +36,11 @@ def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, keywords: Any
     scores = (query * key.repeat_interleave(group, 1)).sum(-1, keepdim=True)
     scores = torch.tanh(scores * keywords["scaling"] + window / 100)
     return (value.repeat_interleave(group, 1) * scores).transpose(1, 2)
+
+
+class Attend(AttentionHandler):
+    def __call__(self, *call: Any) -> Tensor:
+        return attend(*call)
 
 
 class Counted:
@@ -74,7 +80,7 @@ def fused(
             nn.init.normal_(
                 parameter, mean=0.5, std=0.3, generator=torch.Generator().manual_seed(1)
             )
-    handlers: list[Any] = [attend]
+    handlers: list[Any] = [Attend()]
     held, release = hold(model, lambda: handlers[0], lambda native: native)
     with held.step():
         yield model, model.model.layers[0], held.look, handlers
@@ -100,11 +106,10 @@ def run(layer: Any, num_rows: int = 7) -> tuple[Tensor, Tensor]:
             return got, type(layer).forward(layer, x, **keywords)
 
 
-class Server:
+class Server(AttentionHandler):
     """Serves `attend` to layers whose rows lie in one place, as an engine does."""
 
     def __init__(self, rows: Tensor | None = None) -> None:
-        self.relay: Any = None
         self.rows, self.prepared, self.served = rows, 0, 0
 
     def __call__(self, *args: Any) -> Tensor:
@@ -138,7 +143,7 @@ def through(model: Any, num_rows: int, between: Callable[[Tensor], Tensor] = lam
 def test_layers_that_run_from_one_desk_give_the_same_bits(fused: Any) -> None:
     model, _, look, handlers = fused
     for num_rows in (1, 5, 64, 5, 65):
-        handlers[0] = attend
+        handlers[0] = Attend()
         expected = through(model, num_rows)
         for _ in range(2):
             handlers[0] = server = Server()
@@ -167,7 +172,7 @@ def test_a_desk_does_not_serve_what_compiled_calls_cannot_read(fused: Any) -> No
     expected = through(model, 6, spread)
     handlers[0] = Server()
     plain = through(model, 6)
-    handlers[0].relay = None
+    handlers[0].fused_pass = None
     first = iter([False, True])
     got = through(model, 6, lambda x: spread(x) if next(first) else x)
     assert torch.allclose(got, plain, rtol=1e-4, atol=1e-4)
@@ -182,7 +187,7 @@ def test_a_layer_that_was_changed_leaves_the_desk(fused: Any) -> None:
     seen: list[Tensor] = []
     hook = last.mlp.register_forward_hook(lambda module, args, out: seen.append(out))
     look()
-    handlers[0] = attend
+    handlers[0] = Attend()
     expected = through(model, 3)
     handlers[0] = server = Server()
     assert torch.equal(through(model, 3), expected)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from radixkv import Engine, KVConfig
+from radixkv.models.attention_interface import AttentionHandler
 from radixkv.models.batch import Run
 from radixkv.models.hold import hold
 from radixkv.models.linear import SteadyActivation, SteadyLinear, multiply
@@ -29,17 +30,21 @@ from radixkv.models.small_model import prepare_small_model
 NAMES = ("llama", "qwen2", "qwen3", "mistral-window", "gemma2", "gpt2", "opt")
 
 
-def per_row(module: Any, query: Tensor, key: Tensor, value: Tensor, keywords: Any) -> Tensor:
+class PerRow(AttentionHandler):
     """Stands in for attention: each token's output depends on its own q, k and v alone."""
-    group = query.shape[1] // key.shape[1]
-    keys = key.repeat_interleave(group, 1).amax(-1, keepdim=True)
-    values = value.repeat_interleave(group, 1)
-    pull = (query.amin(-1, keepdim=True) - keys).clamp(-2, 2)
-    return (values * pull).transpose(1, 2)
+
+    def __call__(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, keywords: Any
+    ) -> Tensor:
+        group = query.shape[1] // key.shape[1]
+        keys = key.repeat_interleave(group, 1).amax(-1, keepdim=True)
+        values = value.repeat_interleave(group, 1)
+        pull = (query.amin(-1, keepdim=True) - keys).clamp(-2, 2)
+        return (values * pull).transpose(1, 2)
 
 
 def run_rows(runner: ModelRunner, input_ids: Tensor, positions: Tensor) -> Tensor:
-    with torch.inference_mode(), runner._held.step(), attending(per_row):
+    with torch.inference_mode(), runner._held.step(), attending(PerRow()):
         logits: Tensor = runner.model(
             input_ids=input_ids[None], position_ids=positions[None], use_cache=False
         ).logits[0]

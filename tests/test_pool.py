@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from radixkv import CapacityError, KVConfig, KVSpec, PrefixCache
-from radixkv.attention.formats import KVCodec
+from radixkv.attention.layout import KVCodec
 from radixkv.cache.pool import PageStorage, capacity_pages
 from radixkv.cache.tree import RadixTree, encode_tokens
 from radixkv.cache.tree_choice import make_tree

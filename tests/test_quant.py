@@ -14,11 +14,11 @@ from radixkv import KVConfig, KVSpec, PrefixCache
 from radixkv.attention.formats import (
     INT4_SEARCH,
     Int4Format,
-    KVCodec,
     KVFormat,
     int4_group_size,
     make_format,
 )
+from radixkv.attention.layout import KVCodec
 from radixkv.attention.reference import read_rows
 from radixkv.engine.engine import Engine
 from radixkv.models.batch import Run, build_batch

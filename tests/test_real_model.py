@@ -213,7 +213,7 @@ for start in range(0, num_tokens, 512):
     stop = min(start + 512, num_tokens)
     for layer_idx in range(30):
         cache.backend.write_kv(
-            cache.codec, cache.layer(layer_idx), torch.from_numpy(lease.slots(start, stop)),
+            cache.layer(layer_idx), torch.from_numpy(lease.slots(start, stop)),
             rows[: stop - start], rows[: stop - start], layer_idx=layer_idx,
         )
 print(bytes_per_token, num_tokens * bytes_per_token, resident_bytes() - before)

@@ -71,7 +71,7 @@ class FakeRunner:
     def forward(self, batch: Any, cache: Any) -> torch.Tensor:
         attention, layer = batch.attention, cache.layer(0)
         rows = torch.stack([batch.input_ids[0], batch.positions[0]], dim=1).float()[:, None]
-        cache.backend.write_kv(cache.codec, layer, attention.slot_mapping, rows, rows, layer_idx=0)
+        cache.backend.write_kv(layer, attention.slot_mapping, rows, rows, layer_idx=0)
         if not self.checks:
             return torch.zeros(len(batch.logit_rows), self.vocab_size)
         page_size = cache.config.page_size

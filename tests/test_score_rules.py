@@ -17,9 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixkv import KVConfig, KVSpec, NonFiniteError, PrefixCache
-from radixkv.attention.backend import get_backend
-from radixkv.attention.formats import KVCodec, row_limit
-from radixkv.attention.reference import ScoreRule, attend_dense, rotate_rows
+from radixkv.attention.batch import ScoreRule
+from radixkv.attention.formats import row_limit
+from radixkv.attention.layout import KVCodec
+from radixkv.attention.reference import attend_dense, rotate_rows
 from radixkv.cache.lease import attention_batch
 
 HERE = Path(__file__).resolve().parent
@@ -334,16 +335,15 @@ def test_the_interpreted_gpu_kernels_refuse_and_serve_the_same():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_backend_that_is_called_by_itself_reads_past_no_end(backend):
     cache = make_cache(backend)
-    run = get_backend(backend, torch.device("cpu")).paged_attention
     with cache.acquire([1, 2, 3]) as lease:
         lease.write(0, rows(3), rows(3))
-        batch = attention_batch(cache.core, [lease], [3])
+        plan = cache.backend.plan(attention_batch(cache.core, [lease], [3]))
         for field in ("sinks", "alibi_slopes"):
             rule = ScoreRule(softmax_scale=1.0, **{field: torch.zeros(HEADS)})
-            run(cache.codec, cache.layer(0), rows(3, HEADS), batch, rule)
+            plan.attend(cache.layer(0), rows(3, HEADS), rule)
             # The rule is of these heads, and another q has others.
             with pytest.raises(ValueError, match=rf"{field}: expected shape \[2\].*got \[4\]"):
-                run(cache.codec, cache.layer(0), rows(3, KV_HEADS), batch, rule)
+                plan.attend(cache.layer(0), rows(3, KV_HEADS), rule)
 
 
 @settings(max_examples=150, deadline=None)

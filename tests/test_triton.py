@@ -14,8 +14,9 @@ import torch
 
 from radixkv.attention import tiles
 from radixkv.attention.backend import get_backend
-from radixkv.attention.formats import KVCodec, KVSpec
-from radixkv.attention.reference import AttentionBatch
+from radixkv.attention.batch import AttentionBatch
+from radixkv.attention.layout import KVCodec, KVSpec
+from radixkv.attention.reference import TorchBackend
 from radixkv.attention.tiles import Tile
 from radixkv.bench import gpu as bench_gpu
 from radixkv.bench import gpu_compile as compiled
@@ -243,7 +244,9 @@ def decode_batch(num_seqs: int, max_pages: int) -> Batch:
         cu_seqlens_q=torch.arange(num_seqs + 1, dtype=torch.int32),
     )
     ids = torch.arange(num_seqs)[None]
-    return Batch(ids + 50, ids + 29, torch.arange(num_seqs), attention)
+    codec = KVCodec(KVSpec(num_layers=1, num_kv_heads=1, head_dim=8), KVConfig())
+    plan = TorchBackend(codec).plan(attention)
+    return Batch(ids + 50, ids + 29, torch.arange(num_seqs), plan)
 
 
 def stand_in(batch: Batch) -> torch.Tensor:
@@ -323,9 +326,7 @@ def test_only_steps_of_one_wanted_token_a_sequence_run_as_graphs():
     assert graphs.is_decode(decode_batch(3, 20))
     assert not graphs.is_decode(decode_batch(graphs.MAX_SEQS + 1, 20))
     two = decode_batch(3, 20)
-    assert not graphs.is_decode(
-        Batch(two.input_ids, two.positions, two.logit_rows[:2], two.attention)
-    )
+    assert not graphs.is_decode(Batch(two.input_ids, two.positions, two.logit_rows[:2], two.plan))
 
 
 # The command line

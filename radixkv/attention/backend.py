@@ -1,55 +1,28 @@
 """Which code runs attention over pages, and how a transformers model is made to call it.
 
-Backends share two functions, `write_kv` and `paged_attention`, with the signatures of
-`radixkv.attention.reference`, their plain twin.
+What a backend is says `radixkv.attention.plan`; `radixkv.attention.reference` is the plain twin
+that all are compared with.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from radixkv.attention import reference
-from radixkv.attention.formats import KVCodec, LayerPages
-from radixkv.attention.reference import AttentionBatch, ScoreRule
+from radixkv.attention.plan import Backend
 from radixkv.config import BACKENDS, require_choice
 
-
-@dataclass(frozen=True)
-class Backend:
-    """One implementation of paged attention.
-
-    Attributes:
-        name: ``"torch"``, ``"cpu"`` or ``"triton"``: which path runs.
-        write_kv: as `radixkv.attention.reference.write_kv`.
-        paged_attention: as `radixkv.attention.reference.paged_attention`.
-        settle: called at the end of a step: raises what `write_kv` could not know without
-            waiting for the device (only on a GPU; the others raise at once).
-        copy_pages: copies the first tokens of pages in all layers; None leaves it to torch.
-        prepare: makes the first two ready for many layers, as `radixkv.attention.cpu.prepare`, or
-            gives None for a batch that gains nothing; None if none does.
-    """
-
-    name: str
-    write_kv: Callable[..., None]
-    paged_attention: Callable[[KVCodec, LayerPages, Tensor, AttentionBatch, ScoreRule], Tensor]
-    settle: Callable[[KVCodec], None] = lambda codec: None
-    copy_pages: Callable[[KVCodec, LayerPages, Sequence[tuple[int, int, int]]], None] | None = None
-    prepare: Callable[..., Callable[..., None] | None] | None = None
-
-
-_TORCH = Backend("torch", reference.write_kv, reference.paged_attention)
 _CPU_NEEDS = ("numba", "radixkv_kernels")
 _GPU_NEEDS = ("triton", "radixkv_kernels")
 
 
-def get_backend(name: str, device: torch.device) -> Backend:
-    """The backend that ``name`` asks for on ``device``; ``"auto"`` takes the fastest there is.
+def get_backend(name: str, device: torch.device) -> type[Backend]:
+    """The backend that ``name`` asks for on ``device``, to be made for a cache's `KVCodec`.
+
+    ``"auto"`` takes the fastest there is.
 
     On a CPU that is ``"cpu"`` where Numba and the kernels are installed, on a GPU ``"triton"``
     where Triton and the kernels are, else ``"torch"``. ``"triton"`` also runs on a CPU, slowly,
@@ -65,12 +38,11 @@ def get_backend(name: str, device: torch.device) -> Backend:
         if not all(map(importlib.util.find_spec, modules)):
             name = "torch"
     if name == "torch":
-        return _TORCH
+        return reference.TorchBackend
     if name == "cpu" and device.type == "cpu":
         from radixkv.attention import cpu as cpu_backend  # here, because it loads Numba
 
-        write_kv, attention = cpu_backend.write_kv, cpu_backend.paged_attention
-        return Backend("cpu", write_kv, attention, prepare=cpu_backend.prepare)
+        return cpu_backend.CpuBackend
     if name == "triton" and device.type in ("cpu", "cuda"):
         return _triton_backend(device)
     raise ValueError(
@@ -78,7 +50,7 @@ def get_backend(name: str, device: torch.device) -> Backend:
     )
 
 
-def _triton_backend(device: torch.device) -> Backend:
+def _triton_backend(device: torch.device) -> type[Backend]:
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
             f'backend: "triton" runs on {device} in Triton\'s interpreter alone; set '
@@ -96,10 +68,4 @@ def _triton_backend(device: torch.device) -> Backend:
             "backend: the Triton kernels were imported before TRITON_INTERPRET=1 was set; set it "
             "before Python starts"
         )
-    return Backend(
-        "triton",
-        triton_backend.write_kv,
-        triton_backend.paged_attention,
-        triton_backend.settle,
-        triton_backend.copy_pages,
-    )
+    return triton_backend.TritonBackend

@@ -1,4 +1,4 @@
-"""The "cpu" backend: compiled kernels with the signatures of `radixkv.attention.reference`.
+"""The "cpu" backend: what `radixkv.attention.reference` does, in compiled kernels.
 
 Importing it loads Numba; `radixkv.attention.backend` does so only when the backend is asked for.
 """
@@ -17,36 +17,23 @@ from torch import Tensor
 
 from radixkv.attention import reference
 from radixkv.attention import sharing_cost as costs
-from radixkv.attention.formats import SCALE_DTYPE, KVCodec, KVFormat, LayerPages
-from radixkv.attention.reference import AttentionBatch, ScoreRule
+from radixkv.attention.batch import AttentionBatch, KVReads, ScoreRule
+from radixkv.attention.formats import SCALE_DTYPE, KVFormat
+from radixkv.attention.layout import KVCodec, LayerPages
+from radixkv.attention.plan import Backend, PreparedLayer, StepPlan
 from radixkv_kernels import compile_cache
 from radixkv_kernels.cpu.attention import AttentionCall, Rule, Step
 from radixkv_kernels.cpu.formats import (
-    BFLOAT16,
-    FLOAT16,
-    FLOAT32,
-    FP8,
-    FP8_E5M2,
-    INT4,
-    INT8,
+    FORMATS,
     RowFormat,
     extends_in_rows,
     shares,
 )
 from radixkv_kernels.cpu.plan import MAX_DECODE_GROUP, SPLIT, Plan, make_plan
-from radixkv_kernels.cpu.records import PagePlaces, page_places
 from radixkv_kernels.cpu.simd import processor
 from radixkv_kernels.cpu.write import Write
 
-_FORMATS = {
-    "int8": INT8,
-    "fp8": FP8,
-    "fp8_e5m2": FP8_E5M2,
-    "int4": INT4,
-    torch.float32: FLOAT32,
-    torch.float16: FLOAT16,
-    torch.bfloat16: BFLOAT16,
-}
+_NUMBERS = {one.name: number for number, one in enumerate(FORMATS)}  # "model" by its dtype
 
 
 class _Stored(NamedTuple):
@@ -57,23 +44,21 @@ class _Stored(NamedTuple):
     rotate: tuple[bool, bool]
 
 
-def _stored(codec: KVCodec) -> _Stored:
-    known: _Stored | None = codec.__dict__.get("_cpu_stored")
-    if known is None:
-        k, v = (
-            RowFormat(_FORMATS[f.code_dtype if f.name == "model" else f.name], f.head_dim)
-            for f in (codec.k_format, codec.v_format)
+def _row_format(kv_format: KVFormat) -> RowFormat:
+    name = kv_format.name
+    if name == "model":
+        name = str(kv_format.code_dtype).removeprefix("torch.")
+    if name not in _NUMBERS:
+        raise ValueError(
+            f"KVConfig.dtype: expected a format that the CPU kernels have "
+            f'({", ".join(_NUMBERS)}), got {name!r}; use backend="torch"'
         )
-        known = _Stored(k, v, (codec.rotate_k, codec.rotate_v))
-        codec.__dict__["_cpu_stored"] = known
-    return known
+    return RowFormat(_NUMBERS[name], kv_format.head_dim)
 
 
-def _places(layer: LayerPages) -> PagePlaces:
-    places: PagePlaces | None = layer.__dict__.get("_cpu_places")
-    if places is None:
-        places = layer.__dict__["_cpu_places"] = page_places(*layer)
-    return places
+def _stored(codec: KVCodec) -> _Stored:
+    k, v = _row_format(codec.k_format), _row_format(codec.v_format)
+    return _Stored(k, v, (codec.rotate_k, codec.rotate_v))
 
 
 def _rows(rows: Tensor) -> Tensor:
@@ -89,34 +74,118 @@ def _packed(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def write_kv(
-    codec: KVCodec,
-    layer: LayerPages,
-    slot_mapping: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    layer_idx: int,
-    k_center: Tensor | None = None,
-) -> None:
-    """Quantize and scatter new tokens' K and V; see `radixkv.attention.reference.write_kv`.
+class CpuBackend(Backend):
+    """Compiled kernels, on torch's number of threads."""
 
-    Accuracy: without rotation, bit for bit that of the reference; with it, within one code
-    (the rotation adds in another order).
+    name = "cpu"
+
+    def __init__(self, codec: KVCodec) -> None:
+        super().__init__(codec)
+        self.stored = _stored(codec)
+
+    def write_kv(
+        self,
+        layer: LayerPages,
+        slot_mapping: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        layer_idx: int,
+        k_center: Tensor | None = None,
+    ) -> None:
+        """Quantize and scatter new tokens' K and V; see `Backend.write_kv`.
+
+        Accuracy: without rotation, bit for bit that of the reference; with it, within one code
+        (the rotation adds in another order).
+        """
+        k_form, v_form, rotate = self.stored
+        slots = _packed("slot_mapping", slot_mapping, torch.int64)
+        center = None if k_center is None else _rows(k_center)
+        rows = (_rows(k), _rows(v))
+        if not Write(k_form, v_form, slots, *rows, rotate=rotate).run(layer.places, center):
+            # Its plain twin names the heads of rows that are refused, before it writes, too; and
+            # it writes rows that are only near what the kernel takes for too large.
+            codec = self.codec
+            reference.write_kv(codec, layer, slots, k, v, layer_idx=layer_idx, k_center=k_center)
+
+    def plan(self, batch: AttentionBatch) -> CpuPlan:
+        return CpuPlan(self, batch)
+
+
+class CpuPlan(StepPlan):
+    """The tasks of a step, laid out once for each geometry of q: for most models, one.
+
+    Runs of ``batch.runs`` are read once where `KVConfig.shared_prefix` says so; that changes no
+    bit of the result (formats that are read as floats: what float rounding does).
+
+    Accuracy: float32 arithmetic; a sequence's result does not depend on the rest of the batch.
     """
-    k_form, v_form, rotate = _stored(codec)
-    slots = _packed("slot_mapping", slot_mapping, torch.int64)
-    center = None if k_center is None else _rows(k_center)
-    rows = (_rows(k), _rows(v))
-    if not Write(k_form, v_form, slots, *rows, rotate=rotate).run(_places(layer), center):
-        # Its plain twin names the heads of rows that are refused, before it writes, too; and it
-        # writes rows that are only near what the kernel takes for too large.
-        reference.write_kv(codec, layer, slot_mapping, k, v, layer_idx=layer_idx, k_center=k_center)
+
+    backend: CpuBackend
+
+    def __init__(self, backend: CpuBackend, batch: AttentionBatch) -> None:
+        super().__init__(backend, batch)
+        self._steps: dict[tuple[int, int], Step] = {}  # by num_q_heads, head_dim
+
+    def attend(self, layer: LayerPages, q: Tensor, rule: ScoreRule) -> Tensor:
+        _, num_q_heads, head_dim = q.shape
+        step = self._step(num_q_heads, head_dim)
+        terms = rule.terms(num_q_heads, q.device)
+        out: Tensor = step.attend(layer.places, _rows(q), terms)
+        return out if out.dtype is q.dtype else out.to(q.dtype)
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> PreparedLayer:
+        codec, (k_form, v_form, rotate) = self.backend.codec, self.backend.stored
+        slots = _packed("slot_mapping", self.batch.slot_mapping, torch.int64)
+        write = Write(k_form, v_form, slots, k, v, rotate=rotate).run
+        _, num_q_heads, head_dim = q.shape
+        attend, device = AttentionCall(self._step(num_q_heads, head_dim), q, out).run, q.device
+
+        def run(
+            layer: LayerPages, layer_idx: int, k_center: Tensor | None, rule: ScoreRule
+        ) -> None:
+            places = layer.places
+            if not write(places, k_center):
+                reference.write_kv(
+                    codec, layer, slots, k, v, layer_idx=layer_idx, k_center=k_center
+                )
+            attend(places, rule.terms(num_q_heads, device))
+
+        return run
+
+    @property
+    def reads(self) -> KVReads:
+        if not self._steps:  # no layer has attended
+            return KVReads(0, 0)
+        plan = next(reversed(self._steps.values())).plan
+        return KVReads(plan.tokens, plan.tokens_alone)
+
+    def _step(self, num_q_heads: int, head_dim: int) -> Step:
+        key = num_q_heads, head_dim
+        step = self._steps.get(key)
+        if step is None:
+            step = self._steps[key] = self._make_step(num_q_heads, head_dim)
+        return step
+
+    def _make_step(self, num_q_heads: int, head_dim: int) -> Step:
+        codec, stored, batch = self.backend.codec, self.backend.stored, self.batch
+        num_kv_heads = codec.spec.num_kv_heads
+        return Step(
+            _plan(codec, stored, batch, max(1, num_q_heads // num_kv_heads)),
+            stored.k._replace(head_dim=head_dim),
+            stored.v,
+            num_q_heads,
+            num_kv_heads,
+            stored.rotate,
+            _packed("page_table", batch.page_table, torch.int32),
+            _packed("seq_lens", batch.seq_lens, torch.int32),
+            _packed("cu_seqlens_q", batch.cu_seqlens_q, torch.int32),
+        )
 
 
-def _plan(codec: KVCodec, batch: AttentionBatch, group: int) -> Plan:
+def _plan(codec: KVCodec, stored: _Stored, batch: AttentionBatch, group: int) -> Plan:
     shared = []
-    spec, mode, stored = codec.spec, codec.config.shared_prefix, _stored(codec)
+    spec, mode = codec.spec, codec.config.shared_prefix
     in_rows = extends_in_rows(stored.k, stored.v)
     can = shares(stored.k, stored.v)
     if mode != "never" and can and group <= MAX_DECODE_GROUP:
@@ -219,7 +288,7 @@ def _measure(codec: KVCodec, group: int) -> costs.SharingCost:
         )
         call = Step(plan, stored.k, stored.v, num_heads * group, num_heads, stored.rotate, *tables)
         q = torch.ones(num_seqs, num_heads * group, stored.k.head_dim, dtype=torch.float32)
-        return partial(call.attend, _places(layer), q, Rule(1.0), num_threads=num_threads)
+        return partial(call.attend, layer.places, q, Rule(1.0), num_threads=num_threads)
 
     def least(calls: list[Callable[[], object]], clock: Callable[[], float]) -> list[float]:
         taken = np.empty((rounds + 1, len(calls)))  # the first round is for the caches
@@ -241,94 +310,3 @@ def _measure(codec: KVCodec, group: int) -> costs.SharingCost:
         (queries[1], (alone_many - many + call_s) / stretches),
         step_s,
     )
-
-
-def _step(codec: KVCodec, batch: AttentionBatch, num_q_heads: int, head_dim: int) -> Step:
-    stored, num_kv_heads = _stored(codec), codec.spec.num_kv_heads
-    return Step(
-        _plan(codec, batch, max(1, num_q_heads // num_kv_heads)),
-        stored.k._replace(head_dim=head_dim),
-        stored.v,
-        num_q_heads,
-        num_kv_heads,
-        stored.rotate,
-        _packed("page_table", batch.page_table, torch.int32),
-        _packed("seq_lens", batch.seq_lens, torch.int32),
-        _packed("cu_seqlens_q", batch.cu_seqlens_q, torch.int32),
-    )
-
-
-def paged_attention(
-    codec: KVCodec, layer: LayerPages, q: Tensor, batch: AttentionBatch, rule: ScoreRule
-) -> Tensor:
-    """Attend new tokens to stored pages; see `radixkv.attention.reference.paged_attention`.
-
-    Runs of ``batch.runs`` are read once where `KVConfig.shared_prefix` says so; that changes no
-    bit of the result (formats that are read as floats: what float rounding does).
-
-    Accuracy: float32 arithmetic; a sequence's result does not depend on the rest of the batch.
-    """
-    out: Tensor = _step_of(codec, batch, q).attend(
-        _places(layer),
-        _rows(q),
-        _terms(rule, q),
-    )
-    return out if out.dtype is q.dtype else out.to(q.dtype)
-
-
-def prepare(
-    codec: KVCodec, batch: AttentionBatch, q: Tensor, k: Tensor, v: Tensor, out: Tensor
-) -> Callable[[LayerPages, int, Tensor | None, ScoreRule], None]:
-    """`write_kv` and `paged_attention` for layers whose rows lie in the same memory.
-
-    Args:
-        q: [num_tokens, num_q_heads, head_dim] float32, as k and v; last dimension contiguous.
-        out: what attention gives. [num_tokens, num_q_heads, v_head_dim] float32, contiguous.
-    Returns:
-        what writes and attends to one layer's pages, on this thread: called with its pages,
-        its index, its ``k_center`` (float32) and its rule.
-    """
-    k_form, v_form, rotate = _stored(codec)
-    slots = _packed("slot_mapping", batch.slot_mapping, torch.int64)
-    write = Write(k_form, v_form, slots, k, v, rotate=rotate).run
-    attend = AttentionCall(_step_of(codec, batch, q), q, out).run
-
-    def run(layer: LayerPages, layer_idx: int, k_center: Tensor | None, rule: ScoreRule) -> None:
-        places = _places(layer)
-        if not write(places, k_center):
-            reference.write_kv(codec, layer, slots, k, v, layer_idx=layer_idx, k_center=k_center)
-        attend(places, _terms(rule, q))
-
-    return run
-
-
-def _terms(rule: ScoreRule, q: Tensor) -> Rule:
-    """A rule in the kernels' words, once it is known to fit the heads of q."""
-    known: tuple[int, Rule] | None = rule.__dict__.get("_cpu_terms")
-    if known is not None and known[0] == q.shape[1]:
-        return known[1]
-    rule.require_heads(q.shape[1], q.device)
-    sinks, slopes = (
-        None if one is None else one.detach().float().contiguous()
-        for one in (rule.sinks, rule.alibi_slopes)
-    )
-    terms = Rule(rule.softmax_scale, rule.sliding_window or 0, rule.softcap or 0.0, sinks, slopes)
-    if all(
-        mine is None or mine.data_ptr() == own.data_ptr()  # a copy would not see later changes
-        for mine, own in ((sinks, rule.sinks), (slopes, rule.alibi_slopes))
-        if own is not None
-    ):
-        rule.__dict__["_cpu_terms"] = (q.shape[1], terms)
-    return terms
-
-
-def _step_of(codec: KVCodec, batch: AttentionBatch, q: Tensor) -> Step:
-    """What the layers of a step have in common; one batch serves them all."""
-    _, num_q_heads, head_dim = q.shape
-    steps = batch.__dict__.setdefault("_cpu_steps", {})
-    key = (id(codec), num_q_heads, head_dim)
-    if key not in steps:
-        steps[key] = (codec, _step(codec, batch, num_q_heads, head_dim))
-    step: Step = steps[key][1]  # the codec is kept too: its id stays its own
-    batch.reads.tokens, batch.reads.tokens_alone = step.plan.tokens, step.plan.tokens_alone
-    return step

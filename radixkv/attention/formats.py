@@ -3,13 +3,6 @@
 A *row* is one token's vector of one KV head. A row is quantized alone, once, when it is
 written; its scales lie beside its codes, so copying some tokens of a page stays exact.
 
-Page layout, defined here and used everywhere (heads before tokens, so that one head's page
-is contiguous), per layer:
-
-    k_pages  [num_pages, num_kv_heads, page_size, code_width]   codes, `KVFormat.code_dtype`
-    k_scale  [num_pages, num_kv_heads, page_size, num_scales]   bfloat16; num_scales 0 for "model"
-    v_pages, v_scale likewise, with V's own format and head_dim
-
 | format     | code                       | scales of a row           | real value               |
 | ---------- | -------------------------- | ------------------------- | ------------------------ |
 | int8       | int8, -127..127            | 1: amax / 127             | code * scale             |
@@ -25,51 +18,16 @@ a group is a run of `int4_group_size` elements of the row, at most 32.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import cache, cached_property
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from radixkv.config import KVConfig, require_int
-
 SCALE_DTYPE = torch.bfloat16  # float32's range, so that neither tiny nor huge rows lose their scale
 _MIN_SCALE = 2.0**-100  # keeps 1 / scale finite; far below any value that attention can feel
 _MOST = 2.0**127  # rows below it stay finite when codes are multiplied with a rounded scale again
-
-
-@dataclass(frozen=True, kw_only=True)
-class KVSpec:
-    """The geometry of one model's K and V.
-
-    Attributes:
-        num_layers: attention layers.
-        num_kv_heads: KV heads a layer.
-        head_dim: elements of a K row.
-        v_head_dim: elements of a V row; None is ``head_dim``.
-        dtype: the model's own dtype: float32, float16 or bfloat16.
-    """
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int | None = None
-    dtype: torch.dtype = torch.float32
-
-    def __post_init__(self) -> None:
-        require_int("KVSpec.num_layers", self.num_layers, 1)
-        require_int("KVSpec.num_kv_heads", self.num_kv_heads, 1)
-        require_int("KVSpec.head_dim", self.head_dim, 1)
-        if self.v_head_dim is None:
-            object.__setattr__(self, "v_head_dim", self.head_dim)
-        require_int("KVSpec.v_head_dim", self.v_head_dim, 1)
-        if self.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise ValueError(
-                f"KVSpec.dtype: expected torch.float32, torch.float16 or torch.bfloat16, "
-                f"got {self.dtype!r}"
-            )
 
 
 class KVFormat:
@@ -319,15 +277,29 @@ class ModelFormat(KVFormat):
         return _float_error(rows, self.code_dtype, 1.0)
 
 
+MAKERS: dict[str, Callable[[int, torch.dtype], KVFormat]] = {
+    "int8": lambda head_dim, model_dtype: Int8Format(head_dim),
+    "fp8": lambda head_dim, model_dtype: Fp8Format(head_dim, "fp8"),
+    "fp8_e5m2": lambda head_dim, model_dtype: Fp8Format(head_dim, "fp8_e5m2"),
+    "int4": lambda head_dim, model_dtype: Int4Format(head_dim),
+    "model": ModelFormat,
+}
+"""How each format of `radixkv.kv_formats` is made, for a head size and a model's dtype."""
+
+
 def make_format(name: str, head_dim: int, model_dtype: torch.dtype) -> KVFormat:
-    """The format that ``KVConfig.dtype`` names, for rows of ``head_dim`` elements."""
-    if name == "int8":
-        return Int8Format(head_dim)
-    if name == "int4":
-        return Int4Format(head_dim)
-    if name == "model":
-        return ModelFormat(head_dim, model_dtype)
-    return Fp8Format(head_dim, name)
+    """The format that ``KVConfig.dtype`` names, for rows of ``head_dim`` elements.
+
+    Raises:
+        ValueError: no such format, or one that does not take such a row.
+    """
+    make = MAKERS.get(name)
+    if make is None:
+        raise ValueError(
+            f"KVConfig.dtype: expected one of {', '.join(map(repr, MAKERS))}, got {name!r}; a new "
+            f"format needs a class in radixkv.attention.formats, too"
+        )
+    return make(head_dim, model_dtype)
 
 
 def row_limit(kv_format: KVFormat, rotate: bool) -> float:
@@ -359,66 +331,3 @@ def hadamard(head_dim: int, device: torch.device | str = "cpu") -> Tensor:
     block = block / size**0.5
     rotation: Tensor = torch.block_diag(*[block] * (head_dim // size)).float().to(device)
     return rotation
-
-
-class _LayerTensors(NamedTuple):
-    k_pages: Tensor
-    v_pages: Tensor
-    k_scale: Tensor
-    v_scale: Tensor
-
-
-class LayerPages(_LayerTensors):
-    """One layer's page and scale tensors; shapes as at the top of this module.
-
-    A backend may keep in ``__dict__`` what it finds out about them.
-    """
-
-
-@dataclass(frozen=True)
-class KVCodec:
-    """The formats of K and V of one cache, and whether rows are rotated before they are stored."""
-
-    spec: KVSpec
-    config: KVConfig
-
-    @cached_property
-    def k_format(self) -> KVFormat:
-        return make_format(self.config.dtype, self.spec.head_dim, self.spec.dtype)
-
-    @cached_property
-    def v_format(self) -> KVFormat:
-        name = self.config.v_dtype or self.config.dtype
-        assert self.spec.v_head_dim is not None  # set by KVSpec
-        return make_format(name, self.spec.v_head_dim, self.spec.dtype)
-
-    def _rotates(self, kv_format: KVFormat) -> bool:
-        if self.config.rotate == "auto":
-            return kv_format.name != "model"
-        return self.config.rotate == "hadamard"
-
-    @cached_property
-    def rotate_k(self) -> bool:
-        """Whether K (and so Q) is rotated."""
-        return self._rotates(self.k_format)
-
-    @cached_property
-    def rotate_v(self) -> bool:
-        """Whether V is rotated on write and the attention's output rotated back."""
-        return self._rotates(self.v_format)
-
-    @property
-    def centers_k(self) -> bool:
-        """Whether a model's K is stored less its mean (`ModelRunner.k_center`)."""
-        return self.k_format.name != "model"
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes that one token takes in all layers, scales included."""
-        rows = self.spec.num_layers * self.spec.num_kv_heads
-        return rows * (self.k_format.row_bytes + self.v_format.row_bytes)
-
-    @property
-    def bytes_per_page(self) -> int:
-        """Bytes that one page takes in all layers."""
-        return self.bytes_per_token * self.config.page_size

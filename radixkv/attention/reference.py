@@ -1,171 +1,21 @@
 """The plain backend in torch: what every kernel is compared with, and what runs without one.
 
-Also the metadata that one attention call needs (`AttentionBatch`, `ScoreRule`), shared by
-all backends, and a float64 reference over dense K and V.
+Also a float64 reference over dense K and V.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from radixkv.attention.formats import KVCodec, KVFormat, LayerPages, hadamard, row_limit
-from radixkv.attention.shared_runs import SharedRun
-from radixkv.config import require_int, require_real
+from radixkv.attention.batch import AttentionBatch, KVReads, ScoreRule
+from radixkv.attention.formats import KVFormat, hadamard, row_limit
+from radixkv.attention.layout import KVCodec, LayerPages
+from radixkv.attention.plan import Backend, StepPlan
 from radixkv.errors import NonFiniteError
-
-
-@dataclass
-class KVReads:
-    """How many tokens' K and V one layer's attention reads in a step, each of all KV heads.
-
-    Attributes:
-        tokens: read with shared runs read together; pages read twice count twice.
-        tokens_alone: if every sequence read its own pages.
-
-    A sliding window is not counted: a layer that has one reads less.
-    """
-
-    tokens: int = 0
-    tokens_alone: int = 0
-
-
-@dataclass(eq=False)  # one a step: a frozen one takes three times as long
-class AttentionBatch:
-    """Which new tokens attend to which pages; built once a step, used by every layer.
-
-    Sequence i has ``query_lens[i]`` new tokens, the last of its ``seq_lens[i]``; their rows in
-    q, k and v are ``cu_seqlens_q[i] : cu_seqlens_q[i + 1]``.
-
-    Attributes:
-        slot_mapping: slot (page_id * page_size + offset) of each new token. [num_tokens] int64.
-        page_table: page ids of each sequence, padded with NULL_PAGE. [num_seqs, max_pages] int32.
-        seq_lens: KV length after this step. [num_seqs] int32.
-        cu_seqlens_q: cumulative new tokens, first 0. [num_seqs + 1] int32.
-        runs: columns of the page table that several sequences share, as
-            `radixkv.attention.shared_runs.find_runs` finds them; a backend may read them once, or
-            ignore them.
-        reads: written by the backend when it runs the batch.
-    """
-
-    slot_mapping: Tensor
-    page_table: Tensor
-    seq_lens: Tensor
-    cu_seqlens_q: Tensor
-    runs: tuple[SharedRun, ...] = ()
-    reads: KVReads = field(default_factory=KVReads)
-
-    @cached_property
-    def host_lens(self) -> tuple[list[int], list[int]]:
-        """``seq_lens`` and ``cu_seqlens_q`` as lists (a host synchronisation on a GPU)."""
-        return self.seq_lens.tolist(), self.cu_seqlens_q.tolist()
-
-    @cached_property
-    def query_lens(self) -> NDArray[np.int64]:
-        """New tokens of each sequence, on the host. [num_seqs] int64."""
-        starts = np.array(self.host_lens[1], dtype=np.int64)
-        return starts[1:] - starts[:-1]
-
-
-_FLOAT32 = torch.finfo(torch.float32)
-_LONGEST = 2**31 - 1  # positions are int32: no window is wider
-
-
-@dataclass(frozen=True)
-class ScoreRule:
-    """How one layer turns q.k into attention weights.
-
-    Attributes:
-        softmax_scale: factor on q.k; any number that float32 holds.
-        sliding_window: a query sees this many tokens, itself included, at least 1; None is all.
-        softcap: scores become softcap * tanh(score / softcap), before the mask; above 0; None is
-            off.
-        sinks: a logit per query head that takes part in the softmax alone; -inf takes none.
-            [num_q_heads], any float dtype.
-        alibi_slopes: slope per query head; adds slope * (key position - query position).
-            [num_q_heads], any float dtype.
-
-    Raises:
-        ValueError, TypeError: a field that is none of these; named, with its value and range.
-    """
-
-    softmax_scale: float
-    sliding_window: int | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        most = _FLOAT32.max
-        scale = require_real("softmax_scale", self.softmax_scale, -most, most)
-        object.__setattr__(self, "softmax_scale", scale)
-        if self.sliding_window is not None:
-            window = min(require_int("sliding_window", self.sliding_window, 1), _LONGEST)
-            object.__setattr__(self, "sliding_window", window)
-        if self.softcap is not None:
-            softcap = require_real("softcap", self.softcap, _FLOAT32.tiny, most)
-            object.__setattr__(self, "softcap", softcap)
-        for name, least in (("sinks", -math.inf), ("alibi_slopes", -most)):
-            values = getattr(self, name)
-            if values is not None:
-                _require_head_values(name, values, least=least)
-                if values.requires_grad:  # attention gives rows without a graph
-                    object.__setattr__(self, name, values.detach())
-
-    def require_heads(self, num_q_heads: int, device: torch.device) -> None:
-        """Raise ValueError unless what it holds of each head is of so many heads on ``device``.
-
-        What runs attention calls it first: a kernel that reads by head would read past an end.
-        """
-        if self.sinks is None and self.alibi_slopes is None:
-            return
-        for name, values in (("sinks", self.sinks), ("alibi_slopes", self.alibi_slopes)):
-            if values is None:
-                continue
-            if values.shape[0] != num_q_heads:
-                raise ValueError(
-                    f"{name}: expected shape [{num_q_heads}], one value for each query head of q, "
-                    f"got {list(values.shape)}"
-                )
-            if values.device != device:
-                raise ValueError(
-                    f"{name}: expected a tensor on {device}, where q is, got one on {values.device}"
-                )
-
-
-def _require_head_values(name: str, values: object, *, least: float) -> None:
-    """Raise unless ``values`` are a number a head, from ``least`` on, none NaN or above float32."""
-    if not isinstance(values, Tensor) or not values.is_floating_point():
-        got = values.dtype if isinstance(values, Tensor) else type(values).__name__
-        raise TypeError(
-            f"{name}: expected a floating-point tensor of shape [num_q_heads], got {got}; "
-            f"convert it first"
-        )
-    if values.ndim != 1 or not values.shape[0]:
-        raise ValueError(
-            f"{name}: expected shape [num_q_heads], one value a query head, got "
-            f"{list(values.shape)}"
-        )
-    if values.is_meta or (values.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return  # nothing to look at; what is captured was checked when it ran before
-    numbers = values.detach()
-    good = (numbers >= least) & (numbers <= _FLOAT32.max)
-    if not bool(good.all()):
-        bad = int((~good).nonzero()[0])
-        what = "finite numbers" if math.isfinite(least) else "finite numbers or -inf"
-        raise ValueError(
-            f"{name}: expected {what} within float32, got {float(numbers[bad])!r} for query head "
-            f"{bad}"
-        )
-
 
 # A query's arithmetic must not depend on its neighbours or on where its chunk began, or
 # quantization turns a difference in the last bit into a whole step between codes. Matrix products
@@ -483,10 +333,6 @@ def paged_attention(
     page_size = layer.k_pages.shape[2]
     seq_lens, cu_seqlens_q = batch.host_lens
     shared = _read_runs(codec, layer, batch)
-    batch.reads.tokens_alone = sum(seq_lens)
-    batch.reads.tokens = sum(seq_lens) - page_size * sum(
-        (len(run.seqs) - 1) * (run.stop - run.start) for run in batch.runs
-    )
     outs = []
     for i, seq_len in enumerate(seq_lens):
         num_pages, num_slots = -(-seq_len // page_size), -(-seq_len // TILE) * TILE
@@ -505,3 +351,37 @@ def paged_attention(
     if codec.rotate_v:
         out = rotate_rows(out)
     return out.to(q.dtype)
+
+
+class TorchBackend(Backend):
+    """`write_kv` and `paged_attention` of this module."""
+
+    name = "torch"
+
+    def write_kv(
+        self,
+        layer: LayerPages,
+        slot_mapping: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        layer_idx: int,
+        k_center: Tensor | None = None,
+    ) -> None:
+        write_kv(self.codec, layer, slot_mapping, k, v, layer_idx=layer_idx, k_center=k_center)
+
+    def plan(self, batch: AttentionBatch) -> TorchPlan:
+        return TorchPlan(self, batch)
+
+
+class TorchPlan(StepPlan):
+    """Nothing is made ready: each layer reads what it needs."""
+
+    def attend(self, layer: LayerPages, q: Tensor, rule: ScoreRule) -> Tensor:
+        return paged_attention(self.backend.codec, layer, q, self.batch, rule)
+
+    @property
+    def reads(self) -> KVReads:
+        alone = sum(self.batch.host_lens[0])
+        again = sum((len(run.seqs) - 1) * (run.stop - run.start) for run in self.batch.runs)
+        return KVReads(alone - self.backend.codec.config.page_size * again, alone)

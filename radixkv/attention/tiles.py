@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from radixkv.attention.formats import KVCodec
+from radixkv.attention.layout import KVCodec
 from radixkv.disk import cache_dir, write_whole
 from radixkv_kernels import sources
 

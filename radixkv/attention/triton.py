@@ -1,10 +1,10 @@
-"""The "triton" backend: GPU kernels with the signatures of `radixkv.attention.reference`.
+"""The "triton" backend: what `radixkv.attention.reference` does, in GPU kernels.
 
 Importing it loads Triton; `radixkv.attention.backend` does so only when the backend is asked for.
 With TRITON_INTERPRET=1 in the environment before that, the same kernels run on a CPU, slowly.
 
 Nothing here waits for the GPU. What can only be known there (a value that is not finite, a slot
-that does not exist) is noted on the device; `settle` raises it.
+that does not exist) is noted on the device; `TritonBackend.settle` raises it.
 """
 
 from __future__ import annotations
@@ -21,21 +21,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from radixkv.attention.formats import (
-    INT4_SEARCH,
-    SCALE_DTYPE,
-    Int4Format,
-    KVCodec,
-    KVFormat,
-    LayerPages,
-    row_limit,
-)
-from radixkv.attention.reference import AttentionBatch, ScoreRule, non_finite
+from radixkv.attention.batch import AttentionBatch, ScoreRule
+from radixkv.attention.formats import INT4_SEARCH, SCALE_DTYPE, Int4Format, KVFormat, row_limit
+from radixkv.attention.layout import KVCodec, LayerPages
+from radixkv.attention.plan import Backend, CopyPages, StepPlan
+from radixkv.attention.reference import non_finite
 from radixkv.attention.tiles import Tile, find_tile
+from radixkv_kernels.gpu import numbers
 from radixkv_kernels.gpu.attention import extend_kernel, split_kernel
 from radixkv_kernels.gpu.copy import copy_kernel
 from radixkv_kernels.gpu.merge import merge_kernel
-from radixkv_kernels.gpu.numbers import FP8, FP8_E5M2, INT4, INT8, MODEL
 from radixkv_kernels.gpu.rotate import rotate_kernel
 from radixkv_kernels.gpu.write import FAULT_KINDS, write_kernel
 
@@ -57,13 +52,6 @@ INTERPRETED = not isinstance(write_kernel, triton.runtime.JITFunction)
 runs: Counter[str] = Counter()
 """How often each kernel was launched in this process; tests assert which path ran."""
 
-_FORMATS = {
-    "int8": INT8.value,
-    "fp8": FP8.value,
-    "fp8_e5m2": FP8_E5M2.value,
-    "int4": INT4.value,
-    "model": MODEL.value,
-}
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 # The interpreter pays for programs, whatever their size.
 _WRITE_TOKENS = 64 if INTERPRETED else 4
@@ -133,6 +121,18 @@ def rotation_log2(head_dim: int, rotate: bool) -> int:
     return (head_dim & -head_dim).bit_length() - 1 if rotate else 0
 
 
+def _number(kv_format: KVFormat) -> int:
+    """By which the kernels know a format."""
+    number = getattr(numbers, kv_format.name.upper(), None)
+    if number is None:
+        raise ValueError(
+            f"KVConfig.dtype: expected a format that the GPU kernels have, got "
+            f'{kv_format.name!r}; use backend="torch"'
+        )
+    value: int = number.value
+    return value
+
+
 def _group(kv_format: KVFormat) -> int:
     return kv_format.group_size if isinstance(kv_format, Int4Format) else 1
 
@@ -170,8 +170,8 @@ def write_constants(codec: KVCodec) -> dict[str, Any]:
     k, v = codec.k_format, codec.v_format
     return {
         "PAGE_SIZE": codec.config.page_size,
-        "K_FORMAT": _FORMATS[k.name],
-        "V_FORMAT": _FORMATS[v.name],
+        "K_FORMAT": _number(k),
+        "V_FORMAT": _number(v),
         "HEAD_DIM": k.head_dim,
         "V_HEAD_DIM": v.head_dim,
         "K_GROUP": _group(k),
@@ -196,8 +196,8 @@ def attention_constants(
     return {
         "GROUP_SIZE": group,
         "PAGE_SIZE": codec.config.page_size,
-        "K_FORMAT": _FORMATS[k.name],
-        "V_FORMAT": _FORMATS[v.name],
+        "K_FORMAT": _number(k),
+        "V_FORMAT": _number(v),
         "HEAD_DIM": k.head_dim,
         "V_HEAD_DIM": v.head_dim,
         "K_GROUP": _group(k),
@@ -226,88 +226,6 @@ def merge_constants(codec: KVCodec, *, has_table: bool, block_q: int = 0) -> dic
         "BLOCK_H": _MERGE_HEADS,
         "BLOCK_Q": block_q,
     }
-
-
-def _faults(codec: KVCodec, device: torch.device) -> Tensor:
-    """What this cache's writes noted: [num_layers, FAULT_KINDS, num_kv_heads] int32."""
-    known: dict[torch.device, Tensor] = codec.__dict__.setdefault("_triton_faults", {})
-    if device not in known:
-        shape = (codec.spec.num_layers, FAULT_KINDS, codec.spec.num_kv_heads)
-        with torch.inference_mode(False):  # `settle` clears it outside of that mode
-            known[device] = torch.zeros(shape, dtype=torch.int32, device=device)
-    return known[device]
-
-
-def settle(codec: KVCodec) -> None:
-    """Raise what writes to this cache noted since the last call; waits for the GPU.
-
-    Raises:
-        NonFiniteError: NaN or Inf in K or V, or what is not finite as stored; names the layer and
-            the heads.
-        ValueError: a slot that the pages do not have.
-    """
-    known: dict[torch.device, Tensor] = codec.__dict__.get("_triton_faults", {})
-    for faults in known.values():
-        found = faults.nonzero().tolist()
-        if not found:
-            continue
-        faults.zero_()
-        layer_idx, kind, _ = found[0]
-        if kind == 2:
-            raise ValueError(
-                "slot_mapping: expected slots of the pages that there are, got others (not "
-                "written); use the slots that a lease gives"
-            )
-        heads = [h for i, what, h in found if (i, what) == (layer_idx, kind)]
-        kv_format = codec.v_format if kind else codec.k_format
-        raise non_finite("KV"[kind], layer_idx, heads, kv_format)
-
-
-def write_kv(
-    codec: KVCodec,
-    layer: LayerPages,
-    slot_mapping: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    layer_idx: int,
-    k_center: Tensor | None = None,
-) -> None:
-    """Quantize and scatter new tokens' K and V; see `radixkv.attention.reference.write_kv`.
-
-    Rows that are not finite are not written; `settle` raises the error.
-
-    Accuracy: without rotation, the reference's codes and scales; with it, within one code (the
-    rotation adds in another order).
-    """
-    _require_head_dim(codec)
-    if k_center is not None:
-        k = k.float() - k_center
-    k, v = _unit_stride(k), _unit_stride(v)
-    num_tokens, num_kv_heads, _ = k.shape
-    if not num_tokens:
-        return
-    num_pages, _, page_size, _ = layer.k_pages.shape
-    grid = (triton.cdiv(num_tokens, _WRITE_TOKENS), num_kv_heads)
-    with _on(k.device):
-        write_kernel[grid](
-            k,
-            v,
-            slot_mapping,
-            _written(layer.k_pages),
-            _written(layer.v_pages),
-            layer.k_scale,
-            layer.v_scale,
-            _faults(codec, k.device)[layer_idx],
-            num_tokens,
-            num_pages * page_size,
-            num_kv_heads,
-            *k.stride()[:2],
-            *v.stride()[:2],
-            **write_constants(codec),
-            enable_fp_fusion=False,  # a fused product would round otherwise than the reference
-        )
-    runs["write"] += 1
 
 
 def rotate_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -590,39 +508,6 @@ def share(
     return shared, on_device(tails), on_device(owners)
 
 
-def shared_attention(
-    codec: KVCodec,
-    layer: LayerPages,
-    q: Tensor,
-    batch: AttentionBatch,
-    runs: Sequence[tuple[int, int, Any]],
-    rule: ScoreRule,
-) -> Tensor:
-    """As `paged_attention` for sequences with one new token each; ``runs`` are read once.
-
-    Args:
-        runs: as `share` takes them; the plan is made once a step.
-    """
-    plans = batch.__dict__.setdefault("_triton_plans", {})
-    key = tuple((start, stop, tuple(map(int, seqs))) for start, stop, seqs in runs)
-    if key not in plans:
-        plans[key] = share(batch, runs, codec.config.page_size)
-    shared, tails, owners = plans[key]
-    num_seqs = batch.seq_lens.shape[0]
-    own = torch.arange(num_seqs, dtype=torch.int32, device=q.device)[:, None]
-    return merge(
-        codec,
-        [
-            shared_decode(codec, layer, q, shared, rule),
-            decode_tails(codec, layer, q, batch, tails, rule),
-        ],
-        [owners, own],
-        rule,
-        num_rows=num_seqs,
-        dtype=q.dtype,
-    )
-
-
 class Round(NamedTuple):
     """Tiles of extend that one launch takes, ``first`` to ``stop - 1``, over so many splits."""
 
@@ -633,7 +518,7 @@ class Round(NamedTuple):
 
 def _known_lens(batch: AttentionBatch) -> tuple[list[int], list[int]] | None:
     """``host_lens`` where nothing has to wait for them."""
-    known = batch.seq_lens.device.type == "cpu" or "host_lens" in batch.__dict__
+    known = batch.seq_lens.device.type == "cpu" or batch.known_lens is not None
     return batch.host_lens if known else None
 
 
@@ -689,138 +574,52 @@ def extend_rounds(
     return rounds
 
 
-def _extend(
+def _run_round(
     codec: KVCodec,
     layer: LayerPages,
     q: Tensor,
     batch: AttentionBatch,
     rule: ScoreRule,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Outputs of sequences with several new tokens; the rows of others are anything."""
-    num_tokens, num_q_heads, _ = q.shape
-    num_kv_heads, head_dim = codec.spec.num_kv_heads, codec.v_format.head_dim
-    group = num_q_heads // num_kv_heads
-    tile = find_tile("extend", codec, group, q.device)
-    constants = attention_constants(codec, dtype, group, rule, tile)
-    block_q = constants["BLOCK_M"] // constants["HEADS"]
-    programs = num_kv_heads * triton.cdiv(group, constants["HEADS"])
-    raw_dtype = torch.float32 if codec.rotate_v else dtype
-    out = torch.empty(num_tokens, num_q_heads, head_dim, dtype=raw_dtype, device=q.device)
-    plans = batch.__dict__.setdefault("_triton_rounds", {})
-    key = (block_q, num_q_heads, rule.sliding_window)
-    if key not in plans:  # once a step, for all layers that are alike
-        plans[key] = extend_rounds(
-            batch,
-            num_tokens,
-            block_q=block_q,
-            row_bytes=num_q_heads * (head_dim + 1) * 4,
-            page_size=codec.config.page_size,
-            window=rule.sliding_window,
+    one: Round,
+    parts: tuple[Tensor, Tensor],
+    tile: Tile,
+    constants: dict[str, Any],
+) -> None:
+    """Launch `extend_kernel` for one round; ``parts``: its partial results, or twice the output."""
+    num_kv_heads, (first, stop, num_splits) = codec.spec.num_kv_heads, one
+    programs = num_kv_heads * triton.cdiv(constants["GROUP_SIZE"], constants["HEADS"])
+    with _on(q.device):
+        extend_kernel[(stop - first, programs, num_splits)](
+            q,
+            *parts,
+            _read(codec.k_format, layer.k_pages),
+            _read(codec.v_format, layer.v_pages),
+            layer.k_scale,
+            layer.v_scale,
+            batch.page_table,
+            batch.seq_lens,
+            batch.cu_seqlens_q,
+            _optional(rule.alibi_slopes, parts[0]),
+            _optional(rule.sinks, parts[0]),
+            batch.seq_lens.shape[0],
+            num_kv_heads,
+            num_splits,
+            first,
+            batch.page_table.stride(0),
+            *q.stride()[:2],
+            rule.softmax_scale,
+            rule.sliding_window or 0,
+            rule.softcap or 1.0,
+            HAS_SINKS=rule.sinks is not None,
+            PARTS=num_splits > 1,
+            SPLIT=EXTEND_SPLIT,
+            **constants,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            enable_fp_fusion=True,
+            **({} if torch.version.hip else {"maxnreg": EXTEND_REGISTERS}),
         )
-    for first, stop, num_splits in plans[key]:
-        parts = (out, out)
-        if num_splits > 1:
-            shape = ((stop - first) * block_q * num_splits, num_q_heads)
-            parts_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-            parts = parts_lse.new_empty(*shape, head_dim), parts_lse
-        with _on(q.device):
-            extend_kernel[(stop - first, programs, num_splits)](
-                q,
-                *parts,
-                _read(codec.k_format, layer.k_pages),
-                _read(codec.v_format, layer.v_pages),
-                layer.k_scale,
-                layer.v_scale,
-                batch.page_table,
-                batch.seq_lens,
-                batch.cu_seqlens_q,
-                _optional(rule.alibi_slopes, out),
-                _optional(rule.sinks, out),
-                batch.seq_lens.shape[0],
-                num_kv_heads,
-                num_splits,
-                first,
-                batch.page_table.stride(0),
-                *q.stride()[:2],
-                rule.softmax_scale,
-                rule.sliding_window or 0,
-                rule.softcap or 1.0,
-                HAS_SINKS=rule.sinks is not None,
-                PARTS=num_splits > 1,
-                SPLIT=EXTEND_SPLIT,
-                **constants,
-                num_warps=tile.num_warps,
-                num_stages=tile.num_stages,
-                enable_fp_fusion=True,
-                **({} if torch.version.hip else {"maxnreg": EXTEND_REGISTERS}),
-            )
-        runs["extend"] += 1
-        if num_splits > 1:
-            _merge(
-                codec,
-                parts,
-                rule,
-                out,
-                table=None,
-                cu_seqlens_q=batch.cu_seqlens_q,
-                num_rows=(stop - first) * block_q,
-                num_columns=num_splits,
-                first_tile=first,
-                block_q=block_q,
-            )
-    return rotate_rows(out, dtype) if codec.rotate_v else out
-
-
-def paged_attention(
-    codec: KVCodec, layer: LayerPages, q: Tensor, batch: AttentionBatch, rule: ScoreRule
-) -> Tensor:
-    """Attend new tokens to stored pages; see `radixkv.attention.reference.paged_attention`.
-
-    Accuracy: float32 sums; products in float32 for a float32 model, else of half floats. A
-    sequence's result does not depend on the rest of the batch, unless
-    ``KVConfig(shared_prefix="always")`` asks for shared pages to be read once (not by "auto",
-    as long as no GPU has been measured).
-    """
-    rule.require_heads(q.shape[1], q.device)
-    every_one_new = q.shape[0] == batch.seq_lens.shape[0]
-    if batch.runs and every_one_new and codec.config.shared_prefix == "always":
-        return shared_attention(codec, layer, q, batch, batch.runs, rule)
-    queries = _queries(codec, q)
-    decodes = extends = True
-    lens = _known_lens(batch)
-    if lens is not None:
-        query_lens = [b - a for a, b in pairwise(lens[1])]
-        decodes, extends = 1 in query_lens, any(n > 1 for n in query_lens)
-    if extends:
-        out = _extend(codec, layer, queries, batch, rule, q.dtype)
-    else:
-        out = q.new_empty((*q.shape[:2], codec.v_format.head_dim))
-    if decodes:
-        parts = _split(
-            codec,
-            layer,
-            queries,
-            rule,
-            dtype=q.dtype,
-            table=batch.page_table,
-            starts=None,
-            ends=batch.seq_lens,
-            cu_queries=batch.cu_seqlens_q,
-            num_pairs=batch.seq_lens.shape[0],
-            shared=None,
-        )
-        _merge(
-            codec,
-            parts[:2],
-            rule,
-            out,
-            table=None,
-            cu_seqlens_q=batch.cu_seqlens_q,
-            num_rows=batch.seq_lens.shape[0],
-            num_columns=parts.num_splits,
-        )
-    return out
+    runs["extend"] += 1
 
 
 def copy_constants(codec: KVCodec) -> dict[str, Any]:
@@ -836,24 +635,245 @@ def copy_constants(codec: KVCodec) -> dict[str, Any]:
     }
 
 
-def copy_pages(codec: KVCodec, pages: LayerPages, copies: Sequence[tuple[int, int, int]]) -> None:
-    """Copy the first tokens of pages onto others, scales included, in all layers.
+class TritonBackend(Backend):
+    """Triton kernels on a GPU, or in Triton's interpreter."""
 
-    Args:
-        pages: of all layers: [num_layers, num_pages, num_kv_heads, page_size, ...] each.
-        copies: source page, target page, tokens; no target is a source as well.
+    name = "triton"
+
+    def __init__(self, codec: KVCodec) -> None:
+        super().__init__(codec)
+        for kv_format in (codec.k_format, codec.v_format):
+            _number(kv_format)  # refuses what the kernels lack
+        self._faults: dict[torch.device, Tensor] = {}
+
+    def _faults_on(self, device: torch.device) -> Tensor:
+        """What this cache's writes noted: [num_layers, FAULT_KINDS, num_kv_heads] int32."""
+        if device not in self._faults:
+            spec = self.codec.spec
+            shape = (spec.num_layers, FAULT_KINDS, spec.num_kv_heads)
+            with torch.inference_mode(False):  # `settle` clears it outside of that mode
+                self._faults[device] = torch.zeros(shape, dtype=torch.int32, device=device)
+        return self._faults[device]
+
+    def settle(self) -> None:
+        """Raise what writes to this cache noted since the last call; waits for the GPU.
+
+        Raises:
+            NonFiniteError: NaN or Inf in K or V, or what is not finite as stored; names the layer
+                and the heads.
+            ValueError: a slot that the pages do not have.
+        """
+        for faults in self._faults.values():
+            found = faults.nonzero().tolist()
+            if not found:
+                continue
+            faults.zero_()
+            layer_idx, kind, _ = found[0]
+            if kind == 2:
+                raise ValueError(
+                    "slot_mapping: expected slots of the pages that there are, got others (not "
+                    "written); use the slots that a lease gives"
+                )
+            heads = [h for i, what, h in found if (i, what) == (layer_idx, kind)]
+            kv_format = self.codec.v_format if kind else self.codec.k_format
+            raise non_finite("KV"[kind], layer_idx, heads, kv_format)
+
+    def write_kv(
+        self,
+        layer: LayerPages,
+        slot_mapping: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        layer_idx: int,
+        k_center: Tensor | None = None,
+    ) -> None:
+        """Quantize and scatter new tokens' K and V; see `Backend.write_kv`.
+
+        Rows that are not finite are not written; `settle` raises the error.
+
+        Accuracy: without rotation, the reference's codes and scales; with it, within one code (the
+        rotation adds in another order).
+        """
+        codec = self.codec
+        _require_head_dim(codec)
+        if k_center is not None:
+            k = k.float() - k_center
+        k, v = _unit_stride(k), _unit_stride(v)
+        num_tokens, num_kv_heads, _ = k.shape
+        if not num_tokens:
+            return
+        num_pages, _, page_size, _ = layer.k_pages.shape
+        grid = (triton.cdiv(num_tokens, _WRITE_TOKENS), num_kv_heads)
+        with _on(k.device):
+            write_kernel[grid](
+                k,
+                v,
+                slot_mapping,
+                _written(layer.k_pages),
+                _written(layer.v_pages),
+                layer.k_scale,
+                layer.v_scale,
+                self._faults_on(k.device)[layer_idx],
+                num_tokens,
+                num_pages * page_size,
+                num_kv_heads,
+                *k.stride()[:2],
+                *v.stride()[:2],
+                **write_constants(codec),
+                enable_fp_fusion=False,  # a fused product would round otherwise than the reference
+            )
+        runs["write"] += 1
+
+    def plan(self, batch: AttentionBatch) -> TritonPlan:
+        return TritonPlan(self, batch)
+
+    @property
+    def copy_pages(self) -> CopyPages:
+        return self._copy_pages
+
+    def _copy_pages(self, pages: LayerPages, copies: Sequence[tuple[int, int, int]]) -> None:
+        """As `CopyPages` says, in one launch."""
+        num_layers, num_pages, num_kv_heads = pages.k_pages.shape[:3]
+        device = pages.k_pages.device
+        raw = [t.view(torch.uint8) if t.numel() else pages.k_pages.view(torch.uint8) for t in pages]
+        table = torch.tensor(copies, dtype=torch.int32).to(device, non_blocking=True)
+        with _on(device):
+            copy_kernel[(len(copies), num_layers, num_kv_heads)](
+                *raw,
+                table,
+                num_pages,
+                num_kv_heads,
+                **copy_constants(self.codec),
+                enable_fp_fusion=True,
+            )
+        runs["copy"] += 1
+
+
+class TritonPlan(StepPlan):
+    """Launches of a step, laid out once for all layers that are alike.
+
+    Accuracy: float32 sums; products in float32 for a float32 model, else of half floats. A
+    sequence's result does not depend on the rest of the batch, unless
+    ``KVConfig(shared_prefix="always")`` asks for shared pages to be read once (not by "auto",
+    as long as no GPU has been measured).
     """
-    num_layers, num_pages, num_kv_heads = pages.k_pages.shape[:3]
-    device = pages.k_pages.device
-    raw = [t.view(torch.uint8) if t.numel() else pages.k_pages.view(torch.uint8) for t in pages]
-    table = torch.tensor(copies, dtype=torch.int32).to(device, non_blocking=True)
-    with _on(device):
-        copy_kernel[(len(copies), num_layers, num_kv_heads)](
-            *raw,
-            table,
-            num_pages,
-            num_kv_heads,
-            **copy_constants(codec),
-            enable_fp_fusion=True,
+
+    def __init__(self, backend: TritonBackend, batch: AttentionBatch) -> None:
+        super().__init__(backend, batch)
+        # By tokens of a tile, query heads, sliding window.
+        self._rounds: dict[tuple[int, int, int | None], list[Round]] = {}
+        self._shared: dict[tuple[Any, ...], tuple[SharedRuns, Tensor, Tensor]] = {}  # by runs
+
+    def attend(self, layer: LayerPages, q: Tensor, rule: ScoreRule) -> Tensor:
+        codec, batch = self.backend.codec, self.batch
+        rule.require_heads(q.shape[1], q.device)
+        every_one_new = q.shape[0] == batch.seq_lens.shape[0]
+        if batch.runs and every_one_new and codec.config.shared_prefix == "always":
+            return self.attend_shared(layer, q, batch.runs, rule)
+        queries = _queries(codec, q)
+        decodes = extends = True
+        lens = _known_lens(batch)
+        if lens is not None:
+            query_lens = [b - a for a, b in pairwise(lens[1])]
+            decodes, extends = 1 in query_lens, any(n > 1 for n in query_lens)
+        if extends:
+            out = self._extend(layer, queries, rule, q.dtype)
+        else:
+            out = q.new_empty((*q.shape[:2], codec.v_format.head_dim))
+        if decodes:
+            parts = _split(
+                codec,
+                layer,
+                queries,
+                rule,
+                dtype=q.dtype,
+                table=batch.page_table,
+                starts=None,
+                ends=batch.seq_lens,
+                cu_queries=batch.cu_seqlens_q,
+                num_pairs=batch.seq_lens.shape[0],
+                shared=None,
+            )
+            _merge(
+                codec,
+                parts[:2],
+                rule,
+                out,
+                table=None,
+                cu_seqlens_q=batch.cu_seqlens_q,
+                num_rows=batch.seq_lens.shape[0],
+                num_columns=parts.num_splits,
+            )
+        return out
+
+    def attend_shared(
+        self, layer: LayerPages, q: Tensor, runs: Sequence[tuple[int, int, Any]], rule: ScoreRule
+    ) -> Tensor:
+        """As `attend` for sequences with one new token each; ``runs`` are read once.
+
+        Args:
+            runs: as `share` takes them.
+        """
+        codec, batch = self.backend.codec, self.batch
+        key = tuple((start, stop, tuple(map(int, seqs))) for start, stop, seqs in runs)
+        if key not in self._shared:
+            self._shared[key] = share(batch, runs, codec.config.page_size)
+        shared, tails, owners = self._shared[key]
+        num_seqs = batch.seq_lens.shape[0]
+        own = torch.arange(num_seqs, dtype=torch.int32, device=q.device)[:, None]
+        return merge(
+            codec,
+            [
+                shared_decode(codec, layer, q, shared, rule),
+                decode_tails(codec, layer, q, batch, tails, rule),
+            ],
+            [owners, own],
+            rule,
+            num_rows=num_seqs,
+            dtype=q.dtype,
         )
-    runs["copy"] += 1
+
+    def _extend(self, layer: LayerPages, q: Tensor, rule: ScoreRule, dtype: torch.dtype) -> Tensor:
+        """Outputs of sequences with several new tokens; the rows of others are anything."""
+        codec, batch = self.backend.codec, self.batch
+        num_tokens, num_q_heads, _ = q.shape
+        head_dim = codec.v_format.head_dim
+        group = num_q_heads // codec.spec.num_kv_heads
+        tile = find_tile("extend", codec, group, q.device)
+        constants = attention_constants(codec, dtype, group, rule, tile)
+        block_q = constants["BLOCK_M"] // constants["HEADS"]
+        raw_dtype = torch.float32 if codec.rotate_v else dtype
+        out = torch.empty(num_tokens, num_q_heads, head_dim, dtype=raw_dtype, device=q.device)
+        key = (block_q, num_q_heads, rule.sliding_window)
+        if key not in self._rounds:
+            self._rounds[key] = extend_rounds(
+                batch,
+                num_tokens,
+                block_q=block_q,
+                row_bytes=num_q_heads * (head_dim + 1) * 4,
+                page_size=codec.config.page_size,
+                window=rule.sliding_window,
+            )
+        for one in self._rounds[key]:
+            parts = (out, out)
+            num_rows = (one.stop - one.first) * block_q
+            if one.num_splits > 1:
+                shape = (num_rows * one.num_splits, num_q_heads)
+                parts_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+                parts = parts_lse.new_empty(*shape, head_dim), parts_lse
+            _run_round(codec, layer, q, batch, rule, one, parts, tile, constants)
+            if one.num_splits > 1:
+                _merge(
+                    codec,
+                    parts,
+                    rule,
+                    out,
+                    table=None,
+                    cu_seqlens_q=batch.cu_seqlens_q,
+                    num_rows=num_rows,
+                    num_columns=one.num_splits,
+                    first_tile=one.first,
+                    block_q=block_q,
+                )
+        return rotate_rows(out, dtype) if codec.rotate_v else out

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from radixkv.attention.formats import KVSpec
+from radixkv.attention.layout import KVSpec
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.tree import Tokens, common_prefix, encode_tokens
 from radixkv.config import KVConfig, require_choice, require_int

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from radixkv import kv_formats
 from radixkv.attention import tiles
 from radixkv.attention.backend import get_backend
-from radixkv.attention.formats import KVCodec
+from radixkv.attention.layout import KVCodec
 from radixkv.attention.shared_runs import find_runs
 from radixkv.attention.tiles import Tile
 from radixkv.bench.kernel import (
@@ -39,7 +40,7 @@ HEADS = (32, 8, 128)  # query heads, KV heads, head_dim: Llama-3-8B
 BATCHES = (1, 8, 64)
 SEQ_LEN = 8192
 EXTEND_QUERIES = (8, 512)
-KV_DTYPES = ("int8", "fp8", "int4", "model")
+KV_DTYPES = tuple(one.name for one in kv_formats.FORMATS.values() if one.is_timed)
 _COPY_BYTES = 1 << 30
 _WORKSPACE_BYTES = 128 << 20  # that FlashInfer asks for
 
@@ -166,9 +167,9 @@ class GpuBench:
             )
 
         kernel = "decode" if query_len == 1 else "extend"
-        attention = load.batch(query_len)
+        plan = load.plan(query_len)
         want = sdpa().transpose(1, 2).flatten(0, 1)
-        out = load.attend(rows, attention)
+        out = load.attend(rows, plan)
         require_close(kernel, load, out, want)
         require_as_stored(kernel, load, rows, query_len, out)
         rival = _flashinfer(load, rows) if query_len == 1 else None
@@ -178,7 +179,7 @@ class GpuBench:
                 kernel,
                 load,
                 query_len,
-                lambda: load.attend(rows, attention),
+                lambda: load.attend(rows, plan),
                 moved,
                 sdpa_s=self.measure(sdpa),
                 flashinfer_s=None if rival is None else self.measure(rival),
@@ -189,25 +190,24 @@ class GpuBench:
         """Decode of sequences that all begin with the first one's pages, but for the last."""
         load.page_table[:, :-1] = load.page_table[0, :-1]
         codec = load.codec
-        alone, together = (
-            KVCodec(codec.spec, replace(codec.config, shared_prefix=mode))
-            for mode in ("never", "always")
-        )
         batch = load.batch(1)
         num_seqs, pages = load.page_table.shape
         lens = batch.seq_lens.cpu().numpy()
         runs = find_runs(load.page_table.cpu().numpy(), (lens - 1) // PAGE_SIZE)
         batch = replace(batch, runs=runs)
+        alone, together = (
+            type(load.backend)(KVCodec(codec.spec, replace(codec.config, shared_prefix=mode))).plan(
+                batch
+            )
+            for mode in ("never", "always")
+        )
         rows = self.queries(num_seqs, 1)[:, :, 0].contiguous()
-        load.codec = alone
-        want = load.attend(rows, batch)
-        load.codec = together
-        out = load.attend(rows, batch)
+        want, out = load.attend(rows, alone), load.attend(rows, together)
         require_close("shared", load, out, want)
         require_as_stored("shared", load, rows, 1, out)
         tokens = (pages - 1 + num_seqs) * PAGE_SIZE
         moved = codec.bytes_per_token * tokens + 2 * rows.numel() * rows.element_size()
-        return [self._timing("shared", load, 1, lambda: load.attend(rows, batch), moved)]
+        return [self._timing("shared", load, 1, lambda: load.attend(rows, together), moved)]
 
     def write(self, load: PagedLoad) -> list[GpuTiming]:
         """Quantize and scatter one sequence's rows."""
@@ -224,7 +224,7 @@ class GpuBench:
         copy_pages = load.backend.copy_pages
         assert copy_pages is not None  # the triton backend has it
         moved = 2 * load.codec.bytes_per_token * len(copies) * PAGE_SIZE
-        return [self._timing("copy", load, 0, lambda: copy_pages(load.codec, pages, copies), moved)]
+        return [self._timing("copy", load, 0, lambda: copy_pages(pages, copies), moved)]
 
     def _timing(
         self,

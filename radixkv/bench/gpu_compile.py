@@ -21,10 +21,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from radixkv.attention import triton as triton_backend
-from radixkv.attention.formats import KVCodec, KVFormat, KVSpec
-from radixkv.attention.reference import ScoreRule
+from radixkv.attention.batch import ScoreRule
+from radixkv.attention.formats import KVFormat
+from radixkv.attention.layout import KVCodec, KVSpec
 from radixkv.attention.tiles import Tile, candidates, shipped_tile
-from radixkv.config import KVConfig
+from radixkv.config import KV_DTYPES, KVConfig
 from radixkv_kernels.gpu.attention import extend_kernel, split_kernel
 from radixkv_kernels.gpu.copy import copy_kernel
 from radixkv_kernels.gpu.merge import merge_kernel
@@ -43,7 +44,6 @@ KERNELS = (
     "write", "rotate", "decode", "shared", "extend", "extend parts", "merge", "merge extend", "copy"
 )  # fmt: skip
 TILED = ("decode", "shared", "extend", "extend parts")
-FORMATS = ("int8", "fp8", "fp8_e5m2", "int4", "model")
 
 _TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
 
@@ -101,7 +101,7 @@ def _codes_type(kv_format: KVFormat, *, written: bool) -> str:
         return _TYPES[kv_format.code_dtype]
     if kv_format.name == "int4":
         return "*u8"
-    return ("*i8" if kv_format.name == "int8" else "*u8") if written else "*i16"
+    return ("*i8" if kv_format.code_dtype == torch.int8 else "*u8") if written else "*i16"
 
 
 def job_tile(job: CompileJob) -> Tile:
@@ -299,7 +299,7 @@ def jobs(
     *,
     targets: Sequence[str] = tuple(TARGETS),
     kernels: Sequence[str] = KERNELS,
-    formats: Sequence[str] = FORMATS,
+    formats: Sequence[str] = KV_DTYPES,
     head_dims: Sequence[int] = (128,),
     tuned: bool = False,
 ) -> Iterator[CompileJob]:

@@ -22,16 +22,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from radixkv import kv_formats
 from radixkv.attention.backend import get_backend
-from radixkv.attention.formats import KVCodec, KVFormat, KVSpec, LayerPages
-from radixkv.attention.reference import (
-    AttentionBatch,
-    ScoreRule,
-    attend_dense,
-    paged_attention,
-    read_rows,
-    rotate_rows,
-)
+from radixkv.attention.batch import AttentionBatch, ScoreRule
+from radixkv.attention.formats import KVFormat
+from radixkv.attention.layout import KVCodec, KVSpec, LayerPages
+from radixkv.attention.plan import StepPlan
+from radixkv.attention.reference import attend_dense, paged_attention, read_rows, rotate_rows
 from radixkv.attention.shared_runs import find_runs
 from radixkv.config import KVConfig
 from radixkv.machine import processor_name
@@ -51,6 +48,9 @@ SHARED_GRID = tuple(
 SHARED_HEADS = (32, 8, 128)
 PAGE_SIZE = 16
 _CPU = torch.device("cpu")
+KV_DTYPES = tuple(
+    one.name for one in kv_formats.FORMATS.values() if one.is_timed and one.bits is not None
+)
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class PagedLoad:
         self.v = torch.randn(dense, generator=generator, device=device).to(dtype)
         spec = KVSpec(num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype)
         self.codec = KVCodec(spec, KVConfig(dtype=kv_dtype, page_size=PAGE_SIZE))  # type: ignore[arg-type]
-        self.backend = get_backend(backend, device)
+        self.backend = get_backend(backend, device)(self.codec)
         pages = -(-seq_len // PAGE_SIZE)
         order = torch.randperm(batch * pages, generator=generator, device=device) + 1
         self.page_table = order.int().reshape(batch, pages)
@@ -144,23 +144,26 @@ class PagedLoad:
 
     def write(self, seq: int) -> None:
         k, v = self.k_rows[seq], self.v_rows[seq]
-        self.backend.write_kv(self.codec, self.layer, self.slots[seq], k, v, layer_idx=0)
+        self.backend.write_kv(self.layer, self.slots[seq], k, v, layer_idx=0)
+
+    def plan(self, query_len: int) -> StepPlan:
+        """For the last ``query_len`` tokens of each sequence."""
+        return self.backend.plan(self.batch(query_len))
 
     def batch(self, query_len: int) -> AttentionBatch:
         num_seqs, seq_len = self.page_table.shape[0], self.slots.shape[1]
         device = self.page_table.device
         starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=device) * query_len
-        batch = AttentionBatch(
+        return AttentionBatch(
             slot_mapping=self.slots[:, -query_len:].flatten(),
             page_table=self.page_table,
             seq_lens=torch.full((num_seqs,), seq_len, dtype=torch.int32, device=device),
             cu_seqlens_q=starts,
+            known_lens=([seq_len] * num_seqs, starts.tolist()),
         )
-        batch.__dict__["host_lens"] = ([seq_len] * num_seqs, starts.tolist())
-        return batch
 
-    def attend(self, q: Tensor, batch: AttentionBatch) -> Tensor:
-        return self.backend.paged_attention(self.codec, self.layer, q, batch, self.rule)
+    def attend(self, q: Tensor, plan: StepPlan) -> Tensor:
+        return plan.attend(self.layer, q, self.rule)
 
     def stored(self, seq: int) -> tuple[Tensor, Tensor]:
         """K and V of a sequence as its pages hold them: [num_kv_heads, seq_len, head_dim] each."""
@@ -184,9 +187,8 @@ def _queries(shape: tuple[int, ...], query_len: int) -> Tensor:
     return torch.randn(shape[0], shape[1], query_len, shape[3], generator=generator)
 
 
-# How far a token's output of one head may be from what it is compared with, as a share of that
-# one's length: three times what was seen. Zeros are off by 1, another head's output by 1.4.
-_QUANTIZED = {"int8": 0.05, "fp8": 0.15, "fp8_e5m2": 0.3, "int4": 0.5, "model": 0.0}
+# As `StoredFormat.output_error`, of what the model's own dtype rounds. Zeros are off by 1, another
+# head's output by 1.4.
 _ROUNDED = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 2e-2}
 
 
@@ -213,7 +215,9 @@ def require_close(kernel: str, load: PagedLoad, got: Tensor, want: Tensor) -> No
     Raises:
         ArithmeticError: the result is wrong; no figure for that.
     """
-    allowed = _QUANTIZED[load.codec.config.dtype] + _ROUNDED[load.codec.spec.dtype]
+    allowed = (
+        kv_formats.FORMATS[load.codec.config.dtype].output_error + _ROUNDED[load.codec.spec.dtype]
+    )
     _require_near(kernel, "torch's", got, want, allowed)
 
 
@@ -256,7 +260,7 @@ def time_decode(kv_dtype: str, shape: tuple[int, ...], repeats: int = 15) -> lis
     q = _queries(shape, 1)
     batch_size, _, num_kv_heads, head_dim, _ = shape
     grouped = q.reshape(batch_size, num_kv_heads, -1, head_dim)
-    rows, batch = q[:, :, 0].contiguous(), load.batch(1)
+    rows, plan = q[:, :, 0].contiguous(), load.plan(1)
 
     def sdpa() -> Tensor:
         return F.scaled_dot_product_attention(q, load.k, load.v, enable_gqa=True)
@@ -264,10 +268,10 @@ def time_decode(kv_dtype: str, shape: tuple[int, ...], repeats: int = 15) -> lis
     def sdpa_grouped() -> Tensor:
         return F.scaled_dot_product_attention(grouped, load.k, load.v)
 
-    out = load.attend(rows, batch)
+    out = load.attend(rows, plan)
     require_close("decode", load, out, sdpa()[:, :, 0])
     require_as_stored("decode", load, rows, 1, out)
-    plain, packed, ours = _medians([sdpa, sdpa_grouped, lambda: load.attend(rows, batch)], repeats)
+    plain, packed, ours = _medians([sdpa, sdpa_grouped, lambda: load.attend(rows, plan)], repeats)
     rate = load.bytes_read / ours / 1e9
     return [
         KernelTiming("decode", kv_dtype, shape, ours, rival, taken / ours, rate)
@@ -286,7 +290,9 @@ class _Tree:
             mode: KVCodec(spec, KVConfig(dtype=kv_dtype, page_size=PAGE_SIZE, shared_prefix=mode))  # type: ignore[arg-type]
             for mode in ("never", "auto")
         }
-        codec, self.backend = self.codecs["auto"], get_backend("cpu", torch.device("cpu"))
+        make = get_backend("cpu", torch.device("cpu"))
+        backends = {mode: make(codec) for mode, codec in self.codecs.items()}
+        codec = self.codecs["auto"]
         nodes, num_pages = [np.zeros(0, np.int32)], 1
         for branches, num_tokens in levels:
             pages = -(-num_tokens // PAGE_SIZE)
@@ -303,7 +309,7 @@ class _Tree:
         for page in range(1, num_pages, 64):  # some at a time: their floats are four times as large
             slots = torch.arange(page * PAGE_SIZE, min(num_pages, page + 64) * PAGE_SIZE)
             rows = torch.randn(2, len(slots), num_kv_heads, head_dim, generator=generator)
-            self.backend.write_kv(codec, self.layer, slots, rows[0], rows[1], layer_idx=0)
+            backends["auto"].write_kv(self.layer, slots, rows[0], rows[1], layer_idx=0)
         self.num_seqs, seq_len = len(nodes), sum(num_tokens for _, num_tokens in levels)
         seq_lens = np.full(self.num_seqs, seq_len, np.int32)
         self.batch = AttentionBatch(
@@ -313,12 +319,12 @@ class _Tree:
             cu_seqlens_q=torch.arange(self.num_seqs + 1, dtype=torch.int32),
             runs=find_runs(table, (seq_lens - 1) // PAGE_SIZE),
         )
+        self.plans = {mode: backend.plan(self.batch) for mode, backend in backends.items()}
         self.rule = ScoreRule(softmax_scale=head_dim**-0.5)
         self.q = torch.randn(self.num_seqs, num_q_heads, head_dim, generator=generator)
 
     def attend(self, mode: str) -> Tensor:
-        codec = self.codecs[mode]
-        return self.backend.paged_attention(codec, self.layer, self.q, self.batch, self.rule)
+        return self.plans[mode].attend(self.layer, self.q, self.rule)
 
     def attend_plainly(self, seq: int) -> Tensor:
         """What one sequence's row has to be, without a kernel. [num_q_heads, head_dim]."""
@@ -344,7 +350,7 @@ def time_shared(
         want, allowed = tree.attend_plainly(seq), _ROUNDED[torch.float32]
         _require_near("shared", "that of its pages", together[seq], want, allowed)
     alone, ours = _medians([lambda: tree.attend("never"), lambda: tree.attend("auto")], repeats)
-    reads, token_bytes = tree.batch.reads, tree.codecs["auto"].bytes_per_token
+    reads, token_bytes = tree.plans["auto"].reads, tree.codecs["auto"].bytes_per_token
     rate = token_bytes * reads.tokens / ours / 1e9
     share = reads.tokens / reads.tokens_alone
     rival = "each sequence alone"
@@ -356,17 +362,17 @@ def time_extend(kv_dtype: str, shape: tuple[int, ...], repeats: int = 7) -> list
     """Extend of EXTEND_QUERIES tokens against SDPA with a causal mask."""
     load = PagedLoad(kv_dtype, shape)
     q = _queries(shape, EXTEND_QUERIES)
-    rows, batch = q.transpose(1, 2).flatten(0, 1).contiguous(), load.batch(EXTEND_QUERIES)
+    rows, plan = q.transpose(1, 2).flatten(0, 1).contiguous(), load.plan(EXTEND_QUERIES)
     seq_len = shape[4]
     mask = torch.ones(EXTEND_QUERIES, seq_len, dtype=torch.bool).tril(seq_len - EXTEND_QUERIES)
 
     def sdpa() -> Tensor:
         return F.scaled_dot_product_attention(q, load.k, load.v, attn_mask=mask, enable_gqa=True)
 
-    out = load.attend(rows, batch)
+    out = load.attend(rows, plan)
     require_close("extend", load, out, sdpa().transpose(1, 2).flatten(0, 1))
     require_as_stored("extend", load, rows, EXTEND_QUERIES, out)
-    rival, ours = _medians([sdpa, lambda: load.attend(rows, batch)], repeats)
+    rival, ours = _medians([sdpa, lambda: load.attend(rows, plan)], repeats)
     rate = load.bytes_read / ours / 1e9
     return [KernelTiming("extend", kv_dtype, shape, ours, "sdpa, masked", rival / ours, rate)]
 
@@ -394,7 +400,7 @@ def read_bandwidth(num_bytes: int = 2**28) -> float:
 
 
 def bench_kernels(
-    kv_dtypes: Sequence[str] = ("int8", "fp8", "int4"), *, num_threads: int | None = None
+    kv_dtypes: Sequence[str] = KV_DTYPES, *, num_threads: int | None = None
 ) -> dict[str, object]:
     """Run every kernel on every shape (shared runs: the first format); a dict that JSON can hold.
 

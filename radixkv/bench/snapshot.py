@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from radixkv.attention.formats import KVSpec
+from radixkv.attention.layout import KVSpec
 from radixkv.bench.cache import hardware
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.config import KVConfig, parse_bytes, require_int

@@ -11,8 +11,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from radixkv.attention.backend import Backend, get_backend
-from radixkv.attention.formats import KVCodec, KVSpec
+from radixkv.attention.backend import get_backend
+from radixkv.attention.layout import KVCodec, KVSpec
+from radixkv.attention.plan import Backend
 from radixkv.attention.shared_runs import PageTables
 from radixkv.cache.guard import Guard
 from radixkv.cache.pin import Pin, Pins
@@ -59,7 +60,7 @@ class CacheCore:
         self.device = torch.device(device)
         self.on_host = self.device.type == "cpu"
         self.codec = KVCodec(spec, self.config)
-        self.backend: Backend = get_backend(backend, self.device)
+        self.backend: Backend = get_backend(backend, self.device)(self.codec)
         self.page_tables = PageTables(with_runs=self.config.shared_prefix != "never")
         self.page_size = self.config.page_size
         if self.config.capacity is None:

@@ -19,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from radixkv.attention.reference import AttentionBatch, ScoreRule
+from radixkv.attention.batch import AttentionBatch, ScoreRule
+from radixkv.attention.plan import StepPlan
 from radixkv.cache.core import CacheCore
 from radixkv.cache.pool import PageIds
 from radixkv.cache.tree import Tokens, decode_tokens
@@ -38,7 +39,6 @@ class Lease:
 
     __slots__ = (
         "__weakref__",
-        "_batch",
         "_chunk_start",
         "_core",
         "_namespace",
@@ -46,6 +46,7 @@ class Lease:
         "_num_pages",
         "_num_tokens",
         "_pages",
+        "_plan",
         "_released",
         "_tokens",
         "_written",
@@ -69,7 +70,7 @@ class Lease:
         self._namespace = namespace
         self._written = written  # tokens with KV, by layer
         self._chunk_start = written[0]  # tokens from here on came last: the queries of attend
-        self._batch: tuple[int, AttentionBatch] | None = None
+        self._plan: tuple[int, StepPlan] | None = None  # of its last so many tokens
         self._released = False
         core.leases[id(self)] = weakref.ref(self)
 
@@ -189,8 +190,8 @@ class Lease:
         with core.guard:
             slots = torch.from_numpy(self.slots(start)).to(core.device)
             pages = core.storage.layer(layer_idx)
-            core.backend.write_kv(core.codec, pages, slots, k, v, layer_idx=layer_idx)
-            core.backend.settle(core.codec)
+            core.backend.write_kv(pages, slots, k, v, layer_idx=layer_idx)
+            core.backend.settle()
             self._written[layer_idx] = stop
 
     def mark_written(self, num_tokens: int | None = None) -> None:
@@ -208,7 +209,7 @@ class Lease:
         Args:
             q: [new tokens, num_q_heads, head_dim]; the sequence's last ones.
             softmax_scale: factor on q.k; None is head_dim ** -0.5.
-            rule: other fields of `radixkv.attention.reference.ScoreRule`.
+            rule: other fields of `radixkv.attention.batch.ScoreRule`.
         Returns:
             [new tokens, num_q_heads, v_head_dim], q's dtype.
         Raises:
@@ -267,7 +268,7 @@ class Lease:
             self._num_tokens = new
         if self.num_written == old:
             self._chunk_start = old
-        self._batch = None
+        self._plan = None
 
     def _make_room(self, old: int, more: int) -> None:
         """Append ``more`` pages; copy a part-filled last page of ``old`` tokens that is shared."""
@@ -313,7 +314,7 @@ class Lease:
             self._written = [min(num_tokens, written) for written in self._written]
             self._num_cached = min(num_tokens, self._num_cached)
             self._chunk_start = min(num_tokens, self._chunk_start)
-            self._batch = None
+            self._plan = None
             if gone.size:
                 core.pool.drop(gone)
 
@@ -358,7 +359,7 @@ class Lease:
                 expires=None if ttl is None else core.now() + ttl,
             )
             if changed:
-                self._batch = None
+                self._plan = None
         finally:
             core.guard.leave()
 
@@ -427,7 +428,7 @@ class Lease:
         core.cow_copies += 1
         self._pages[index] = page_id
         core.pool.drop(old)
-        self._batch = None
+        self._plan = None
 
     def _make_own(self, start: int) -> None:
         """As `_own`, outside of the lock; for want of pages once more after collecting garbage."""
@@ -527,39 +528,49 @@ def attend_batch(
             raise TypeError(f"leases: expected leases, got {lease!r}; use cache.acquire()")
     if query_lens is not None:
         query_lens = [require_int("query_lens", rows, 0) for rows in query_lens]
+    elif len(leases) == 1:
+        query_lens = [q.shape[0]]
     else:
-        if len(leases) == 1:
-            query_lens = [q.shape[0]]
-        else:
-            query_lens = [lease.num_tokens - lease._chunk_start for lease in leases]
+        query_lens = [lease.num_tokens - lease._chunk_start for lease in leases]
     if not leases or len(query_lens) != len(leases) or sum(query_lens) != q.shape[0]:
         raise ValueError(
             f"q: expected {list(query_lens)} rows for {len(leases)} leases, got {q.shape[0]}; "
             f"say how many are whose with query_lens"
         )
     with core.guard:
-        for lease, rows in zip(leases, query_lens, strict=True):
-            lease._require_open()
-            if lease._core is not core:
-                raise ValueError("leases: expected leases of this cache, got another's")
-            if lease._written[layer_idx] < lease.num_tokens:
-                raise ValueError(
-                    f"attend: {lease._written[layer_idx]} of {lease.num_tokens} tokens have "
-                    f"KV in layer {layer_idx}; write() the rest, or mark_written() if "
-                    f"they are there"
-                )
-            if not 1 <= rows <= lease.num_tokens:
-                raise ValueError(f"q: expected 1 to {lease.num_tokens} rows of a lease, got {rows}")
-        if len(leases) == 1:
-            known = leases[0]._batch
-            if known is None or known[0] != query_lens[0]:
-                batch = attention_batch(core, leases, query_lens)
-                known = leases[0]._batch = (query_lens[0], batch)
-            batch = known[1]
-        else:
-            batch = attention_batch(core, leases, query_lens)
+        _require_readable(core, layer_idx, leases, query_lens)
+        plan = _plan_of(core, leases, query_lens)
         pages = core.storage.layer(layer_idx)
-    return core.backend.paged_attention(core.codec, pages, q, batch, score_rule)
+    return plan.attend(pages, q, score_rule)
+
+
+def _require_readable(
+    core: CacheCore, layer_idx: int, leases: Sequence[Lease], query_lens: Sequence[int]
+) -> None:
+    """Raise unless the last so many tokens of each lease can attend in this layer."""
+    for lease, rows in zip(leases, query_lens, strict=True):
+        lease._require_open()
+        if lease._core is not core:
+            raise ValueError("leases: expected leases of this cache, got another's")
+        if lease._written[layer_idx] < lease.num_tokens:
+            raise ValueError(
+                f"attend: {lease._written[layer_idx]} of {lease.num_tokens} tokens have KV in "
+                f"layer {layer_idx}; write() the rest, or mark_written() if they are there"
+            )
+        if not 1 <= rows <= lease.num_tokens:
+            raise ValueError(f"q: expected 1 to {lease.num_tokens} rows of a lease, got {rows}")
+
+
+def _plan_of(core: CacheCore, leases: Sequence[Lease], query_lens: Sequence[int]) -> StepPlan:
+    """One plan for all layers of a step; a single lease keeps its own until it changes."""
+    if len(leases) > 1:
+        return core.backend.plan(attention_batch(core, leases, query_lens))
+    lease, rows = leases[0], query_lens[0]
+    known = lease._plan
+    if known is None or known[0] != rows:
+        plan = core.backend.plan(attention_batch(core, leases, query_lens))
+        known = lease._plan = (rows, plan)
+    return known[1]
 
 
 def attention_batch(
@@ -583,4 +594,5 @@ def attention_batch(
         seq_lens=on_device(seq_lens.astype(np.int32)),
         cu_seqlens_q=on_device(starts),
         runs=runs,
+        known_lens=(seq_lens.tolist(), starts.tolist()),
     )

@@ -27,7 +27,7 @@ from radixkv.machine import free_memory_bytes, total_memory_bytes
 if TYPE_CHECKING:
     import torch
 
-    from radixkv.attention.formats import KVCodec, LayerPages
+    from radixkv.attention.layout import KVCodec, LayerPages
 
 logger = logging.getLogger("radixkv")
 
@@ -206,14 +206,15 @@ class PageStorage:
 
     Attributes:
         pages: k_pages, v_pages, k_scale, v_scale of all layers; per layer as in
-            `radixkv.attention.formats`.
+            `radixkv.attention.layout`.
         copier: a backend's `copy_pages`, if it has one.
     """
 
     def __init__(self, codec: KVCodec, num_pages: int, device: torch.device) -> None:
         import torch
 
-        from radixkv.attention.formats import SCALE_DTYPE, LayerPages
+        from radixkv.attention.formats import SCALE_DTYPE
+        from radixkv.attention.layout import LayerPages
 
         spec, page_size = codec.spec, codec.config.page_size
         outer = (spec.num_layers, num_pages + 1, spec.num_kv_heads, page_size)
@@ -237,7 +238,6 @@ class PageStorage:
         for tensor in self.pages:
             _as_bytes(tensor)[:, NULL_PAGE] = 0  # padding reads finite values
         self._layers = [LayerPages(*(t[i] for t in self.pages)) for i in range(spec.num_layers)]
-        self._codec = codec
         self.copier: Callable[..., None] | None = None
         copied = [t.view(torch.uint8) for t in self.pages]
         # On a CPU the copies go through NumPy, whose calls cost a tenth of torch's.
@@ -253,7 +253,7 @@ class PageStorage:
     def copy_page(self, source: int, target: int, num_tokens: int) -> None:
         """Copy the first tokens of a page, scales included, in all layers."""
         if self.copier is not None:
-            self.copier(self._codec, self.pages, [(source, target, num_tokens)])
+            self.copier(self.pages, [(source, target, num_tokens)])
             return
         self._copy_tokens(self._copied, source, target, num_tokens)
 

@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from radixkv.attention.backend import Backend
-from radixkv.attention.formats import KVSpec, LayerPages
-from radixkv.attention.reference import ScoreRule
+from radixkv.attention.batch import ScoreRule
+from radixkv.attention.layout import KVSpec, LayerPages
+from radixkv.attention.plan import Backend
 from radixkv.attention.shared_runs import PageTables
 from radixkv.cache import snapshot, view
 from radixkv.cache.core import CacheCore
@@ -216,7 +216,7 @@ class PrefixCache:
     # --- KV ----------------------------------------------------------------------------
 
     def layer(self, layer: int) -> LayerPages:
-        """The page and scale tensors of a layer; shapes as in `radixkv.attention.formats`."""
+        """The page and scale tensors of a layer; shapes as in `radixkv.attention.layout`."""
         return self.storage.layer(require_layer(self.core, layer))
 
     def attend_batch(

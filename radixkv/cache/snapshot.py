@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from radixkv.attention.formats import LayerPages
+from radixkv.attention.layout import LayerPages
 from radixkv.cache.pool import NULL_PAGE, PageIds, PagePool
 from radixkv.cache.snapshot_file import (
     SAVED_EXPIRED,

@@ -21,7 +21,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from radixkv.attention.formats import KVCodec, KVFormat
+from radixkv.attention.formats import KVFormat
+from radixkv.attention.layout import KVCodec
 from radixkv.cache.tree import MAX_TOKEN_ID, Tokens
 from radixkv.errors import SnapshotError
 from radixkv.version import __version__

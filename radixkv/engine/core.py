@@ -500,7 +500,7 @@ class EngineCore:
         if self.watch.after_pass():
             logits = self.runner.forward(batch, self.cache)
             self._has_foreign |= self.watch.judge()
-        reads, bytes_per_token = batch.attention.reads, self.cache.codec.bytes_per_token
+        reads, bytes_per_token = batch.plan.reads, self.cache.codec.bytes_per_token
         self._tally.count_reads(
             reads.tokens * bytes_per_token, reads.tokens_alone * bytes_per_token
         )

@@ -9,36 +9,72 @@ from __future__ import annotations
 
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from radixkv.attention.reference import ScoreRule
+from radixkv.attention.batch import ScoreRule
+
+Served = Callable[[torch.nn.Module, Mapping[str, Any], Mapping[str, Any]], None]
+"""Serves one layer's attention in place: called with its module, its keywords, its family's."""
 
 
-class AttentionHandler(Protocol):
-    """Serves one layer's attention inside `attending`; shapes as transformers gives them.
+class AttentionHandler(ABC):
+    """Serves every layer's attention inside `attending`; shapes as transformers gives them.
 
-    Where the model passes a mask, ``keywords`` has it as ``attention_mask``. A handler that has
-    ``note_mask(make, keywords)`` is asked for each mask that transformers would build: it gives
-    the tensor, or None. For others no mask is built.
+    Attributes:
+        fused_pass: what `radixkv.models.decoder_layer` hands from layer to layer.
     """
 
+    fused_pass: Any = None
+
+    @abstractmethod
     def __call__(
         self,
         module: torch.nn.Module,
-        query: Tensor,  # [1, num_q_heads, num_tokens, head_dim]
-        key: Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
-        value: Tensor,  # [1, num_kv_heads, num_tokens, v_head_dim]
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         keywords: Mapping[str, Any],
-    ) -> Tensor: ...  # [1, num_tokens, num_q_heads, v_head_dim]
+    ) -> Tensor:
+        """Attend in one layer.
+
+        Args:
+            module: the layer's attention.
+            query: [1, num_q_heads, num_tokens, head_dim].
+            key: [1, num_kv_heads, num_tokens, head_dim]; value: the same with v_head_dim.
+            keywords: as the model passes them; a mask as ``attention_mask``.
+        Returns:
+            [1, num_tokens, num_q_heads, v_head_dim].
+        """
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Served | None:
+        """What serves layers whose rows lie there, each [num_tokens, num_heads, dim]; or None."""
+        return None
+
+    def wanted(self, module: torch.nn.Module) -> Tensor | None:
+        """The rows that anything will read of what this attention's layer gives; None is all.
+
+        The others may come out as zeros. Asked once the layer's attention was served. [n] int64.
+        """
+        return None
+
+    def note_mask(self, make: Callable[..., Any], keywords: Mapping[str, Any]) -> Any:
+        """The mask to pass on, where transformers would build one: ``make(**keywords)``, or None.
+
+        Nothing is built unless ``make`` is called.
+        """
+        return None
 
 
 class _Active(threading.local):
+    # Of the thread, because transformers calls a registered function by name, with nothing of
+    # ours among its arguments, and other threads may call the same model as it stands meanwhile.
     handler: AttentionHandler | None = None
 
 
@@ -94,10 +130,7 @@ def register(native: str) -> str:
         handler = active.handler
         if handler is None:
             return ALL_MASK_ATTENTION_FUNCTIONS[native](*args, **keywords)
-        note = getattr(handler, "note_mask", None)
-        if note is None:
-            return None
-        return note(partial(ALL_MASK_ATTENTION_FUNCTIONS[native], *args), keywords)
+        return handler.note_mask(partial(ALL_MASK_ATTENTION_FUNCTIONS[native], *args), keywords)
 
     name = f"radixkv_{native}"
     AttentionInterface.register(name, attention)

@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from radixkv.attention.reference import AttentionBatch
+from radixkv.attention.batch import AttentionBatch
+from radixkv.attention.plan import StepPlan
 from radixkv.cache.lease import Lease
 
 
@@ -45,13 +46,18 @@ class Batch:
         input_ids: [1, num_tokens] int64.
         positions: position of each token in its own sequence. [1, num_tokens] int64.
         logit_rows: the tokens whose logits are wanted. [num_logits] int64.
-        attention: which pages each token writes and reads.
+        plan: how each layer writes and reads pages.
     """
 
     input_ids: Tensor
     positions: Tensor
     logit_rows: Tensor
-    attention: AttentionBatch
+    plan: StepPlan
+
+    @property
+    def attention(self) -> AttentionBatch:
+        """Which pages each token writes and reads."""
+        return self.plan.batch
 
 
 def build_batch(runs: Sequence[Run], device: torch.device) -> Batch:
@@ -99,12 +105,11 @@ def build_batch(runs: Sequence[Run], device: torch.device) -> Batch:
         seq_lens=on_device(seq_lens.astype(np.int32)),
         cu_seqlens_q=on_device(cu_seqlens_q.astype(np.int32)),
         runs=groups,
+        known_lens=(seq_lens.tolist(), cu_seqlens_q.tolist()),
     )
-    # Known here: no kernel has to ask the device.
-    attention.__dict__["host_lens"] = (seq_lens.tolist(), cu_seqlens_q.tolist())
     return Batch(
         input_ids=on_device(np.array([input_ids], dtype=np.int64)),
         positions=on_device(positions[None]),
         logit_rows=on_device(logit_rows),
-        attention=attention,
+        plan=cache.backend.plan(attention),
     )

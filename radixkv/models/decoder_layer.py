@@ -23,18 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from radixkv.models.adapters import AdapterGuard, is_adapted
+from radixkv.models.attention_interface import AttentionHandler, Served
 from radixkv.models.linear import SteadyActivation, SteadyLinear, can_multiply, linear_kernels
-
-Handler = Callable[[nn.Module, Tensor, Tensor, Tensor, Mapping[str, Any]], Tensor]
-"""Attention of one layer: module, query, key, value, keywords; shapes as transformers has them.
-
-It may have three attributes. ``prepare(q, k, v, out)``: gives a function that serves the attention
-of layers whose rows lie there (all [num_tokens, num_heads, head_dim]), called with the module,
-and the keywords of the layer and of its family; or None. ``relay``: ours, None at first.
-``wanted(module)``: the rows that anything will read of what this attention's layer gives; None is
-all. The others come out as zeros.
-"""
-Served = Callable[[nn.Module, Mapping[str, Any], Mapping[str, Any]], None]
 
 # What the attention of each known family is told of a sliding window.
 _WINDOWS: dict[str, Callable[[Any], int | None]] = {
@@ -292,7 +282,11 @@ class _Desk:
 
 
 class _Desks(threading.local):
-    """What a thread keeps from step to step."""
+    """What a thread keeps from step to step.
+
+    Of the thread, not of a step: compiled programs hold addresses in this memory, and are made once
+    for all steps; and two threads that run steps of one model must not share it.
+    """
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, ...], _Desk] = {}
@@ -372,7 +366,7 @@ class FusedLayer:
     Accuracy: that of float32; a row's bits do not feel the other rows.
     """
 
-    def __init__(self, layer: nn.Module, handler: Callable[[], Handler | None]) -> None:
+    def __init__(self, layer: nn.Module, handler: Callable[[], AttentionHandler | None]) -> None:
         self._layer = weakref.ref(layer)
         self._family = _family(layer)
         self._handler = handler
@@ -414,7 +408,7 @@ class FusedLayer:
 
     def __call__(self, *args: Any, **keywords: Any) -> Tensor:
         handler, parts = self._handler(), self._parts
-        relay: _Relay | None = getattr(handler, "relay", None)
+        relay: _Relay | None = None if handler is None else handler.fused_pass
         if (
             relay is not None
             and self._is_seen
@@ -472,23 +466,22 @@ class FusedLayer:
         )
 
     def _relay(
-        self, handler: Handler, parts: _Parts, x: Tensor, embeddings: tuple[Tensor, Tensor]
+        self, handler: AttentionHandler, parts: _Parts, x: Tensor, embeddings: tuple[Tensor, Tensor]
     ) -> _Relay | None:
         """What goes from here to the layers that follow, if there are few rows."""
-        prepare = getattr(handler, "prepare", None)
-        if prepare is None or x.shape[1] > _FEW_ROWS:
+        if x.shape[1] > _FEW_ROWS:
             return None
         desk = _desks.desk(parts, x.shape[1])
-        relay: _Relay | None = handler.relay  # type: ignore[attr-defined]
+        relay: _Relay | None = handler.fused_pass
         if relay is None or relay.desk is not desk or relay.embeddings is not embeddings:
-            serve = prepare(desk.q, desk.k, desk.v, desk.attended)
+            serve = handler.prepare(desk.q, desk.k, desk.v, desk.attended)
             relay = None if serve is None else _Relay(desk, serve, x, embeddings)
-            handler.relay = relay  # type: ignore[attr-defined]
+            handler.fused_pass = relay
         return relay
 
     def _run(
         self,
-        handler: Handler,
+        handler: AttentionHandler,
         parts: _Parts,
         x: Tensor,
         cos: Tensor,
@@ -516,7 +509,7 @@ class FusedLayer:
         q, k, v = parts.heads_of(joint)
         attended = handler(parts.attention, q, k, v, {**keywords, **parts.keywords})
         wanted, layer = None, self._layer()
-        if hasattr(handler, "wanted") and layer is not None and not layer._forward_hooks:
+        if layer is not None and not layer._forward_hooks:
             wanted = handler.wanted(parts.attention)
         if wanted is None or len(wanted) == num_rows:
             return self._after(parts, attended.contiguous(), x, normed)
@@ -601,7 +594,7 @@ def own_forward(module: nn.Module) -> Any:
     return None if is_class_s and forward.__self__ is module else forward
 
 
-def stand_in(module: nn.Module, handler: Callable[[], Handler | None]) -> StandIn | None:
+def stand_in(module: nn.Module, handler: Callable[[], AttentionHandler | None]) -> StandIn | None:
     """What computes ``module`` so that rows do not feel their neighbours; None: it stays.
 
     Args:

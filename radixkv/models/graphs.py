@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from radixkv.attention.reference import AttentionBatch
+from radixkv.attention.batch import AttentionBatch
+from radixkv.attention.plan import Backend
 from radixkv.cache.pool import NULL_PAGE
 from radixkv.models.batch import Batch
 
@@ -44,8 +45,8 @@ def bucket_of(num_seqs: int, max_pages: int) -> tuple[int, int]:
     return 1 << (num_seqs - 1).bit_length(), max(16, 1 << (max_pages - 1).bit_length())
 
 
-def empty_bucket(rows: int, max_pages: int, device: torch.device) -> Batch:
-    """A batch of ``rows`` padding sequences."""
+def empty_bucket(rows: int, max_pages: int, device: torch.device, backend: Backend) -> Batch:
+    """A batch of ``rows`` padding sequences, with a plan of its own by ``backend``."""
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -55,10 +56,11 @@ def empty_bucket(rows: int, max_pages: int, device: torch.device) -> Batch:
         page_table=zeros(rows, max_pages, dtype=torch.int32),
         seq_lens=zeros(rows, dtype=torch.int32) + 1,
         cu_seqlens_q=torch.arange(rows + 1, dtype=torch.int32, device=device),
+        # One new token each, for ever: known without asking the device.
+        known_lens=([1] * rows, list(range(rows + 1))),
     )
-    # One new token each, for ever: known without asking the device.
-    attention.__dict__["host_lens"] = ([1] * rows, list(range(rows + 1)))
-    return Batch(zeros(1, rows), zeros(1, rows), torch.arange(rows, device=device), attention)
+    plan = backend.plan(attention)
+    return Batch(zeros(1, rows), zeros(1, rows), torch.arange(rows, device=device), plan)
 
 
 def fill_bucket(bucket: Batch, batch: Batch) -> None:
@@ -139,7 +141,7 @@ class DecodeGraphs:
         key, device = bucket_of(num_seqs, max_pages), batch.input_ids.device
         with _on(device):
             if key not in self._captured and self._can_capture:
-                bucket = empty_bucket(*key, device)
+                bucket = empty_bucket(*key, device, batch.plan.backend)
                 # Captured over padding alone: warming up writes to no page of a sequence.
                 bucket.input_ids.copy_(batch.input_ids[:, :1])
                 try:

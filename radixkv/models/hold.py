@@ -24,9 +24,9 @@ from typing import Any
 from torch import nn
 
 from radixkv.models.adapters import AdapterGuard
+from radixkv.models.attention_interface import AttentionHandler
 from radixkv.models.decoder_layer import (
     FusedLayer,
-    Handler,
     StandIn,
     as_written,
     put_in,
@@ -89,7 +89,7 @@ class Hold:
     def __init__(
         self,
         model: nn.Module,
-        handler: Callable[[], Handler | None],
+        handler: Callable[[], AttentionHandler | None],
         attention: Callable[[str], str],
     ) -> None:
         self._model = model
@@ -317,7 +317,9 @@ _holds: weakref.WeakKeyDictionary[nn.Module, Hold] = weakref.WeakKeyDictionary()
 
 
 def hold(
-    model: nn.Module, handler: Callable[[], Handler | None], attention: Callable[[str], str]
+    model: nn.Module,
+    handler: Callable[[], AttentionHandler | None],
+    attention: Callable[[str], str],
 ) -> tuple[Hold, Callable[[], None]]:
     """Hold ``model``, in eval mode; engines on one model share one hold.
 

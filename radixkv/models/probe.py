@@ -10,12 +10,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from radixkv.attention.formats import KVCodec, KVSpec
+from radixkv.attention.layout import KVCodec, KVSpec
 from radixkv.attention.reference import attend_dense
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.config import KVConfig
 from radixkv.errors import RadixKVError, UnsupportedModelError
-from radixkv.models.attention_interface import attending, score_rule
+from radixkv.models.attention_interface import AttentionHandler, attending, score_rule
 from radixkv.models.batch import Batch, Run, build_batch
 from radixkv.models.masks import FAR, MaskFunction, places_around
 from radixkv.models.positions import PositionWatch, config_ints, named_limit
@@ -28,7 +28,7 @@ _NOISE_GAIN, _MOST_NOISE = 8, 2e-3  # of a model's own roundings; what a border 
 
 
 @dataclass
-class Recorder:
+class Recorder(AttentionHandler):
     """Notes each attention call, and answers it with plain dense attention.
 
     Attributes:

@@ -19,12 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from radixkv.attention.formats import KVCodec, KVSpec
-from radixkv.attention.reference import ScoreRule, rotate_rows
+from radixkv.attention.batch import ScoreRule
+from radixkv.attention.layout import KVCodec, KVSpec
+from radixkv.attention.reference import rotate_rows
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.config import KVConfig
 from radixkv.errors import NonFiniteError, RadixKVError, UnsupportedModelError
-from radixkv.models.attention_interface import active, attending, register, score_rule
+from radixkv.models.attention_interface import (
+    AttentionHandler,
+    Served,
+    active,
+    attending,
+    register,
+    score_rule,
+)
 from radixkv.models.batch import Batch, Run, build_batch
 from radixkv.models.borders import SELF_TEST_TOKENS, try_borders
 from radixkv.models.graphs import Capture, DecodeGraphs, capture_cuda, is_decode
@@ -52,13 +60,12 @@ def _places_of(model: torch.nn.Module) -> list[tuple[int, ...]]:
     ]
 
 
-class _Paged:
+class _Paged(AttentionHandler):
     """The attention of one forward pass, served from a cache's pages.
 
     Attributes:
         num_served: layers that it has attended.
         is_watched: whether somebody looks at what the last layer gives.
-        relay: what `radixkv.models.decoder_layer` passes from layer to layer.
     """
 
     def __init__(
@@ -71,11 +78,10 @@ class _Paged:
     ) -> None:
         self._rules, self._cache, self._centers = rules, cache, centers
         self._windows = windows
-        self._batch, self._logit_rows = batch.attention, batch.logit_rows
+        self._plan, self._logit_rows = batch.plan, batch.logit_rows
         self.num_served = 0
         self._served = 0  # a bit for each layer
         self.is_watched = False
-        self.relay: Any = None
 
     def __call__(
         self,
@@ -85,25 +91,16 @@ class _Paged:
         value: Tensor,
         keywords: Mapping[str, Any],
     ) -> Tensor:
-        codec, backend, batch = self._cache.codec, self._cache.backend, self._batch
         layer_idx: int = module.layer_idx  # type: ignore[assignment]
         rule, center = self._rule(layer_idx, query.shape[3], keywords), self._center(layer_idx)
         pages = self._cache.layer(layer_idx)
         q, k, v = (rows.select(0, 0).transpose(0, 1) for rows in (query, key, value))
-        backend.write_kv(
-            codec, pages, batch.slot_mapping, k, v, layer_idx=layer_idx, k_center=center
-        )
+        self._plan.write(pages, k, v, layer_idx=layer_idx, k_center=center)
         self._note(layer_idx)
-        return backend.paged_attention(codec, pages, q, batch, rule)[None]
+        return self._plan.attend(pages, q, rule)[None]
 
-    def prepare(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor
-    ) -> Callable[[torch.nn.Module, Mapping[str, Any], Mapping[str, Any]], None] | None:
-        """The same for layers whose rows lie in the same memory; see `decoder_layer.Handler`."""
-        cache = self._cache
-        if cache.backend.prepare is None:
-            return None
-        run, head_dim = cache.backend.prepare(cache.codec, self._batch, q, k, v, out), q.shape[2]
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Served | None:
+        run, storage, head_dim = self._plan.prepare(q, k, v, out), self._cache.storage, q.shape[2]
         if run is None:
             return None
 
@@ -112,7 +109,7 @@ class _Paged:
         ) -> None:
             layer_idx: int = module.layer_idx  # type: ignore[assignment]
             rule = self._rule(layer_idx, head_dim, keywords, more)
-            run(cache.storage.layer(layer_idx), layer_idx, self._center(layer_idx), rule)
+            run(storage.layer(layer_idx), layer_idx, self._center(layer_idx), rule)
             self._note(layer_idx)
 
         return serve
@@ -133,7 +130,7 @@ class _Paged:
             )
 
     def wanted(self, module: torch.nn.Module) -> Tensor | None:
-        """The rows of a layer that are read: of the last layer those that logits are made of."""
+        """Of the last layer the rows that logits are made of; see `AttentionHandler.wanted`."""
         is_last = self.num_served == self._cache.spec.num_layers
         return self._logit_rows if is_last and not self.is_watched else None
 
@@ -344,7 +341,7 @@ class ModelRunner:
         A constant taken off every key moves all scores of a query alike, which softmax does not
         feel; what is left is smaller, and so are its quantization steps. Measured once on fixed
         tokens; zero where it would be felt. float32. Pages written with one are only right
-        with the same: what keeps them must keep it (`radixkv.attention.formats.KVCodec.centers_k`).
+        with the same: what keeps them must keep it (`radixkv.attention.layout.KVCodec.centers_k`).
         """
         if self.device.type != "cpu":
             return self._mean_of_k()
@@ -483,7 +480,7 @@ class ModelRunner:
                         if step.is_calm:
                             break
                 finally:
-                    paged.relay = None  # which leads back to it
+                    paged.fused_pass = None  # which leads back to it
             else:
                 raise RadixKVError(
                     f"{type(self.model).__name__}: expected a model whose modes and adapters stay "
@@ -510,10 +507,10 @@ class ModelRunner:
                     logits = self._graphs[1].run(batch)
         except BaseException:
             with suppress(Exception):  # what this step noted is not the next one's fault
-                backend.settle(codec)
+                backend.settle()
             raise
         logits = logits.float()
-        backend.settle(codec)  # waits for the GPU, as what follows does
+        backend.settle()  # waits for the GPU, as what follows does
         # A row's largest is NaN or +inf if any is; -inf only if all are (some may be barred).
         if logits.shape[0] and not bool(logits.amax(dim=-1).isfinite().all()):
             raise NonFiniteError(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from radixkv.attention.formats import KVCodec, KVSpec
+from radixkv.attention.layout import KVCodec, KVSpec
 from radixkv.config import KVConfig
 from radixkv.errors import UnsupportedModelError
 

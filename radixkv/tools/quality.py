@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from radixkv.attention.formats import KVCodec
+from radixkv import kv_formats
+from radixkv.attention.layout import KVCodec
 from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.config import KV_DTYPES, ROTATIONS, KVConfig, KVDtype, require_choice, require_int
@@ -28,8 +29,10 @@ from radixkv.models.batch import Run, build_batch
 from radixkv.models.runner import ModelRunner
 from radixkv.tools.demo import hardware
 
-# K's format, or K's and V's.
-FORMATS = ("int8", "fp8", "fp8_e5m2", "int8/int4", "int4")
+# K's format, or K's and V's: those that quantize, widest first.
+_BITS = {one.name: float(one.bits) for one in kv_formats.FORMATS.values() if one.bits}
+_BITS["int8/int4"] = 6.0
+FORMATS = tuple(sorted(_BITS, key=lambda name: -_BITS[name]))
 # Logits of one chunk of tokens: the baseline's and one format's are all that is held at a time.
 _CHUNK_LOGITS = 1 << 24
 _CHUNK_TOKENS = 512

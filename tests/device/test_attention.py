@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from radixkv.attention import reference
 from radixkv.attention import triton as triton_backend
-from radixkv.attention.formats import KVCodec, KVFormat, KVSpec, LayerPages, hadamard
-from radixkv.attention.reference import AttentionBatch, ScoreRule
+from radixkv.attention.batch import AttentionBatch, ScoreRule
+from radixkv.attention.formats import KVFormat, hadamard
+from radixkv.attention.layout import KVCodec, KVSpec, LayerPages
 from radixkv.attention.shared_runs import SharedRun
+from radixkv.attention.triton import TritonBackend
 from radixkv.config import KVConfig
 
 # The interpreter computes with NumPy, which warns where a GPU goes on in silence.
@@ -115,9 +117,12 @@ class Case:
         )
 
     def run(self, q=None, batch=None) -> torch.Tensor:
-        return triton_backend.paged_attention(
-            self.codec, self.layer, self.q if q is None else q, batch or self.batch, self.rule
-        )
+        plan = TritonBackend(self.codec).plan(batch or self.batch)
+        return plan.attend(self.layer, self.q if q is None else q, self.rule)
+
+    def run_shared(self, runs) -> torch.Tensor:
+        plan = TritonBackend(self.codec).plan(self.batch)
+        return plan.attend_shared(self.layer, self.q, runs, self.rule)
 
     def check(self, got: torch.Tensor | None = None) -> torch.Tensor:
         """Run, and compare with float64 within what the arithmetic can lose.
@@ -477,9 +482,7 @@ def shared_case(dtype: str = "int8", **fields) -> tuple[Case, list]:
 def test_shared_pages_give_what_every_sequence_gets_alone(dtype):
     case, runs = shared_case(dtype)
     before = triton_backend.runs.copy()
-    got = triton_backend.shared_attention(
-        case.codec, case.layer, case.q, case.batch, runs, case.rule
-    )
+    got = case.run_shared(runs)
     assert triton_backend.runs - before == {"shared": 1, "decode": 1, "merge": 1}
     case.check(got)
 
@@ -489,9 +492,7 @@ def test_shared_pages_under_score_rules(fields):
     case, runs = shared_case()
     fields = {k: v[:3] if isinstance(v, torch.Tensor) else v for k, v in on_device(fields).items()}
     case.rule = replace(case.rule, **fields)
-    case.check(
-        triton_backend.shared_attention(case.codec, case.layer, case.q, case.batch, runs, case.rule)
-    )
+    case.check(case.run_shared(runs))
 
 
 @pytest.mark.parametrize("asked", ["always", "auto"])
@@ -502,7 +503,7 @@ def test_shared_runs_of_a_batch_are_read_once_where_asked_for(asked):
     )
     codec = KVCodec(case.codec.spec, replace(case.codec.config, shared_prefix=asked))
     before = triton_backend.runs.copy()
-    got = triton_backend.paged_attention(codec, case.layer, case.q, case.batch, case.rule)
+    got = TritonBackend(codec).plan(case.batch).attend(case.layer, case.q, case.rule)
     made = triton_backend.runs - before
     assert made == ({"shared": 1} if asked == "always" else {}) | {"decode": 1, "merge": 1}
     case.check(got)
@@ -514,9 +515,7 @@ def test_more_queries_than_a_tile_holds_share_a_run():
     case.page_table[1:, :2] = case.page_table[0, :2]
     case.batch = case.make_batch((33,) * 23, (1,) * 23)
     runs = [(0, 2, list(range(23)))]
-    case.check(
-        triton_backend.shared_attention(case.codec, case.layer, case.q, case.batch, runs, case.rule)
-    )
+    case.check(case.run_shared(runs))
 
 
 @settings(max_examples=8, deadline=None)

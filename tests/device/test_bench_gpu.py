@@ -61,8 +61,8 @@ def test_every_kernel_is_run_checked_and_set_against_the_bytes_that_it_must_move
 
 
 def test_a_wrong_result_gets_no_figure(monkeypatch):
-    attend = triton_backend.paged_attention
-    monkeypatch.setattr(triton_backend, "paged_attention", lambda *a: attend(*a) + 1)
+    attend = triton_backend.TritonPlan.attend
+    monkeypatch.setattr(triton_backend.TritonPlan, "attend", lambda *a: attend(*a) + 1)
     bench = GpuBench(DEVICE, lambda call: 1.0, 1.0, HEADS)
     with pytest.raises(ArithmeticError, match=r"decode: result is .* from torch's, .* not timed"):
         bench.attention(bench.load("int8", 1, 20), 1)

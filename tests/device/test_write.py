@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from radixkv import KVConfig, KVSpec, NonFiniteError, PrefixCache
 from radixkv.attention import reference
 from radixkv.attention import triton as triton_backend
-from radixkv.attention.formats import KVCodec, KVFormat, LayerPages
+from radixkv.attention.formats import KVFormat
+from radixkv.attention.layout import KVCodec, LayerPages
+from radixkv.attention.triton import TritonBackend
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -51,8 +53,9 @@ def write_both(codec: KVCodec, slots: torch.Tensor, k: torch.Tensor, v: torch.Te
     slots, k, v = slots.to(DEVICE), k.to(DEVICE), v.to(DEVICE)
     before = triton_backend.runs["write"]
     reference.write_kv(codec, expected, slots, k, v, layer_idx=0)
-    triton_backend.write_kv(codec, got, slots, k, v, layer_idx=0)
-    triton_backend.settle(codec)
+    backend = TritonBackend(codec)
+    backend.write_kv(got, slots, k, v, layer_idx=0)
+    backend.settle()
     assert triton_backend.runs["write"] == before + 1
     return expected, got
 
@@ -136,10 +139,11 @@ def test_a_row_that_is_not_finite_is_not_written_and_named_when_the_step_settles
     (k if which == "K" else v)[6, 1, 63] = bad
     pages = poisoned(codec)
     slots = torch.arange(7, device=DEVICE)
-    triton_backend.write_kv(codec, pages, slots, k, v, layer_idx=0)
+    backend = TritonBackend(codec)
+    backend.write_kv(pages, slots, k, v, layer_idx=0)
     with pytest.raises(NonFiniteError, match=f"{which} of layer 0, KV head 1:"):
-        triton_backend.settle(codec)
-    triton_backend.settle(codec)  # said once
+        backend.settle()
+    backend.settle()  # said once
     written = pages.k_scale if which == "K" else pages.v_scale
     assert written[1, 1, 2].isnan().all()
     assert written[1, 0, 2].isfinite().all()
@@ -151,9 +155,10 @@ def test_a_slot_that_does_not_exist_is_not_written_and_named_when_the_step_settl
     pages = poisoned(codec)
     slots = torch.tensor([slot], device=DEVICE)
     k = torch.randn(1, 2, 64, device=DEVICE)
-    triton_backend.write_kv(codec, pages, slots, k, k, layer_idx=0)
+    backend = TritonBackend(codec)
+    backend.write_kv(pages, slots, k, k, layer_idx=0)
     with pytest.raises(ValueError, match="slot_mapping: expected slots of the pages"):
-        triton_backend.settle(codec)
+        backend.settle()
     assert_same_bytes(pages, poisoned(codec))
 
 
@@ -170,7 +175,7 @@ def test_writing_nothing_changes_nothing():
     pages = poisoned(codec)
     empty = torch.zeros(0, 2, 64, device=DEVICE)
     slots = torch.zeros(0, dtype=torch.int64, device=DEVICE)
-    triton_backend.write_kv(codec, pages, slots, empty, empty, layer_idx=0)
+    TritonBackend(codec).write_kv(pages, slots, empty, empty, layer_idx=0)
     assert_same_bytes(pages, poisoned(codec))
 
 
@@ -193,7 +198,7 @@ def test_copied_pages_have_the_first_tokens_and_keep_the_rest(dtype):
         for source, target, num_tokens in copies:
             tensor[:, target, :, :num_tokens] = tensor[:, source, :, :num_tokens]
     before = triton_backend.runs["copy"]
-    triton_backend.copy_pages(codec, pages, copies)
+    TritonBackend(codec).copy_pages(pages, copies)
     assert triton_backend.runs["copy"] == before + 1  # one launch
     for tensor, want in zip(pages, expected, strict=True):
         assert torch.equal(tensor.view(torch.uint8), want)
