@@ -96,7 +96,7 @@ def test_repr_waits_for_no_lock(engine):
     with engine.cache.acquire(PROMPT) as lease, engine.cache.pin(PROMPT[:8]) as pin:
         shown = [engine, engine.cache, branch, stream, stream.request, lease, pin]
         asker = threading.Thread(target=lambda: said.extend(map(repr, shown)), daemon=True)
-        with engine.core.step_lock, engine.core.changed, engine.cache._guard.lock:
+        with engine.core.step_lock, engine.core.changed, engine.cache.core.guard.lock:
             asker.start()
             asker.join(60)
             assert len(said) == len(shown)
@@ -111,7 +111,7 @@ def test_repr_answers_inside_a_step_and_inside_a_call_on_the_cache(engine):
         return logits
 
     engine.generate(PROMPT, max_new_tokens=2, ignore_eos=True, logits_processors=[processor])
-    with engine.cache._guard:
+    with engine.cache.core.guard:
         said += [repr(engine), repr(engine.cache)]
     assert len(said) == 4
     assert all(one.startswith(("<Engine of Llama", "<PrefixCache of int8")) for one in said)
