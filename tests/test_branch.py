@@ -693,3 +693,13 @@ def test_a_closed_branch_is_no_branch(tiny_model: Any) -> None:
             branch.append([5])
         del branch
         check_idle(engine)
+
+
+def test_a_branch_that_opens_with_what_is_cached_finds_all_but_its_last_token(
+    tiny_model: Any,
+) -> None:
+    with Engine(tiny_model("llama"), kv=kv()) as engine:
+        prompt = random_ids(12, 1)
+        engine.generate([*prompt, 7], max_new_tokens=1)
+        with engine.open(prompt) as branch:
+            assert branch.cached_tokens == len(prompt) - 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 import warnings
 from collections.abc import Iterator
@@ -10,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import normalizers
 
 from radixkv import Engine, KVConfig, SamplingParams
+from radixkv.integrations.common import answer_key
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
 PROMPTS = ["In the beginning", "In the end", "Another thing altogether"]
@@ -361,3 +364,19 @@ def test_lm_eval_runs_tasks_of_local_data(engine: Engine, harness: Any, eval_lm:
     said = engine.generate(questions, temperature=0, max_new_tokens=4, stop="?")
     samples = report["samples"]["say"]
     assert [sample["resps"][0][0] for sample in samples] == [result.text for result in said]
+
+
+def test_a_lasting_key_of_answers_knows_how_the_tokenizer_splits_and_its_template(
+    tiny_model: Any, byte_tokenizer: Any
+) -> None:
+    def key(tokenizer: Any) -> dict[str, str]:
+        with Engine(tiny_model("llama"), tokenizer, kv=KVConfig(capacity="1MiB")) as engine:
+            return answer_key(engine, SamplingParams(seed=1), None, lasting=True)
+
+    other_template = copy.deepcopy(byte_tokenizer)
+    other_template.chat_template = "{{ messages[0].content }}!"
+    other_split = copy.deepcopy(byte_tokenizer)
+    other_split.backend_tokenizer.normalizer = normalizers.Lowercase()
+    keys = [key(one) for one in (byte_tokenizer, copy.deepcopy(byte_tokenizer))]
+    assert keys[0] == keys[1]
+    assert keys[0] not in (key(other_template), key(other_split))

@@ -316,10 +316,11 @@ def test_our_own_road_to_it_needs_no_hook(tmp_path: Path) -> None:
 
 def test_the_hook_does_nothing_elsewhere_and_breaks_nothing(tmp_path: Path) -> None:
     code = (
-        "import sys, torch; assert 'radixkv.integrations.autoload' in sys.modules; "
+        "import sys, torch; assert 'radixkv.autoload' in sys.modules; "
         "assert not [m for m in sys.modules if m.startswith(('radixkv.e', 'lm_eval'))]; "
         "import types; sys.modules['lm_eval'] = types.ModuleType('lm_eval'); "
-        "from radixkv.integrations.autoload import register_models; register_models()"
+        "import logging; logging.basicConfig(); "
+        "from radixkv.autoload import register_models; register_models()"
     )
     done = run_harness(tmp_path, "-c", code)
     assert done.returncode == 0, done.stderr

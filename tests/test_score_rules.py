@@ -372,3 +372,10 @@ def test_any_row_is_finite_as_stored_or_refused(dtype, rotate, row):
 
 if __name__ == "__main__":
     print(json.dumps({name: list(check(sys.argv[1])) for name, check in CHECKS.items()}))
+
+
+def test_dense_attention_refuses_a_rule_of_other_heads() -> None:
+    q, k = torch.zeros(HEADS, 2, DIM), torch.zeros(KV_HEADS, 2, DIM)
+    rule = ScoreRule(softmax_scale=1.0, sinks=torch.zeros(HEADS + 1))
+    with pytest.raises(ValueError, match=rf"sinks: expected shape \[{HEADS}\]"):
+        attend_dense(q, k, k, rule)

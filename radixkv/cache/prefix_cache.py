@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from radixkv.attention.batch import ScoreRule
 from radixkv.attention.layout import KVSpec, LayerPages
 from radixkv.attention.plan import Backend
 from radixkv.attention.shared_runs import PageTables
@@ -31,9 +30,6 @@ from radixkv.cache.tree import namespace_key
 from radixkv.config import KVConfig, require_int, require_namespace, require_real
 from radixkv.errors import CacheInvariantError, CapacityError
 from radixkv.names import safe_repr
-
-_RULE_FIELDS = {field.name for field in fields(ScoreRule)} - {"softmax_scale"}
-_DEFAULT_CAPACITY_SHARE = 4  # capacity=None: a quarter of the free memory
 
 
 class _AllNamespaces:

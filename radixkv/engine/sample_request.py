@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from radixkv.cache.lease import Lease
 from radixkv.config import SamplingParams
@@ -14,9 +14,6 @@ from radixkv.engine.results import Delta, FinishReason, Result, Sample
 from radixkv.engine.sampling import Sampled, SamplerRow, fresh_seed, top_logprobs
 from radixkv.engine.scheduler import Output, Scheduler, Sequence
 from radixkv.text import TextEnd, TextStream
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(slots=True)

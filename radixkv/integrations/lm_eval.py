@@ -6,7 +6,7 @@ the figures are those of the harness's own ``hf`` model.
 
 Importing this module registers the model ``radixkv``. From the command line,
 ``lm_eval --model radixkv --model_args pretrained=...`` finds it where radixkv is installed
-(`radixkv.integrations.autoload`), and ``python -m radixkv.integrations.lm_eval --model radixkv
+(`radixkv.autoload`), and ``python -m radixkv.integrations.lm_eval --model radixkv
 ...`` in any case.
 """
 
