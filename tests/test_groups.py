@@ -1,4 +1,4 @@
-"""Shared runs: the forest of pages that sequences share, and attention that reads them once."""
+"""Shared runs: groups of pages that sequences share, and attention that reads them once."""
 
 from __future__ import annotations
 

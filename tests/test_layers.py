@@ -23,7 +23,7 @@ from radixkv import Engine, KVConfig
 from radixkv.models.attention_interface import AttentionHandler
 from radixkv.models.decoder_layer import FusedLayer
 from radixkv.models.hold import hold
-from radixkv.models.linear import SteadyLinear
+from radixkv.models.linear import BatchInvariantLinear
 from radixkv_kernels.cpu import linear as kernels
 
 FAMILIES = ("llama", "mistral-window", "qwen2", "qwen3")
@@ -140,7 +140,7 @@ def through(model: Any, num_rows: int, between: Callable[[Tensor], Tensor] = lam
 
 
 @pytest.mark.parametrize("fused", FAMILIES, indirect=True)
-def test_layers_that_run_from_one_desk_give_the_same_bits(fused: Any) -> None:
+def test_layers_that_run_from_one_workspace_give_the_same_bits(fused: Any) -> None:
     model, _, look, handlers = fused
     for num_rows in (1, 5, 64, 5, 65):
         handlers[0] = Attend()
@@ -155,7 +155,7 @@ def test_layers_that_run_from_one_desk_give_the_same_bits(fused: Any) -> None:
         look()
 
 
-def test_a_desk_serves_a_tensor_that_is_not_the_last_ones(fused: Any) -> None:
+def test_a_workspace_serves_a_tensor_that_is_not_the_last_ones(fused: Any) -> None:
     model, _, _, handlers = fused
     expected = through(model, 6, lambda x: x * 2)
     handlers[0] = server = Server()
@@ -163,7 +163,7 @@ def test_a_desk_serves_a_tensor_that_is_not_the_last_ones(fused: Any) -> None:
     assert server.served == len(model.model.layers)
 
 
-def test_a_desk_does_not_serve_what_compiled_calls_cannot_read(fused: Any) -> None:
+def test_a_workspace_does_not_serve_what_compiled_calls_cannot_read(fused: Any) -> None:
     model, _, _, handlers = fused
 
     def spread(x: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ def test_a_desk_does_not_serve_what_compiled_calls_cannot_read(fused: Any) -> No
     assert torch.equal(through(model, 6, spread), expected)
 
 
-def test_a_layer_that_was_changed_leaves_the_desk(fused: Any) -> None:
+def test_a_layer_that_was_changed_leaves_the_workspace(fused: Any) -> None:
     model, _, look, handlers = fused
     handlers[0] = Server()
     through(model, 3)
@@ -196,7 +196,7 @@ def test_a_layer_that_was_changed_leaves_the_desk(fused: Any) -> None:
     hook.remove()
 
 
-def test_two_threads_have_a_desk_each(fused: Any) -> None:
+def test_two_threads_have_a_workspace_each(fused: Any) -> None:
     model, _, _, handlers = fused
     expected = {rows: through(model, rows) for rows in (2, 9)}
     handlers[0] = Server()
@@ -396,7 +396,7 @@ def test_copies_run_their_own_weights_and_forwards(
         fused[2]()
         assert torch.allclose(got, layer(x, **keywords), rtol=1e-4, atol=1e-4)
     assert counted.calls == 1  # that of the original
-    assert not isinstance(other.mlp.up_proj.forward, SteadyLinear)
+    assert not isinstance(other.mlp.up_proj.forward, BatchInvariantLinear)
 
 
 def address(tensor: Tensor) -> int:
@@ -494,7 +494,7 @@ def other_default() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-def test_torchs_default_dtype_is_nothing_to_a_desk(
+def test_torchs_default_dtype_is_nothing_to_a_workspace(
     tiny_model: Callable[..., Any], other_default: None
 ) -> None:
     prompts = [list(range(5, 90)), list(range(3, 20))]

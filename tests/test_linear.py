@@ -23,7 +23,7 @@ from radixkv import Engine, KVConfig
 from radixkv.models.attention_interface import AttentionHandler
 from radixkv.models.batch import Run
 from radixkv.models.hold import hold
-from radixkv.models.linear import SteadyActivation, SteadyLinear, multiply
+from radixkv.models.linear import BatchInvariantActivation, BatchInvariantLinear, multiply
 from radixkv.models.runner import ModelRunner, attending
 from radixkv.models.small_model import prepare_small_model
 
@@ -119,7 +119,7 @@ def test_any_shape_is_close_to_the_plain_one_and_steady(
         plain = model(rows)
         held, release = hold(model, lambda: None, str)
         with held.step():
-            assert isinstance(model[0].forward, SteadyLinear)
+            assert isinstance(model[0].forward, BatchInvariantLinear)
             got = model(rows)
         bound = 1e-6 * (in_features + 2) * max(1.0, float(expected.abs().max()))
         assert (got - expected).abs().max() <= bound
@@ -176,7 +176,7 @@ def test_activations_do_not_feel_an_elements_place(
     width: int, num_rows: int, num_threads: int, kind: nn.Module, data: st.DataObject
 ) -> None:
     x = 3 * torch.randn(num_rows, width)
-    activation = SteadyActivation(kind)
+    activation = BatchInvariantActivation(kind)
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:

@@ -1,6 +1,6 @@
 """CPU kernels over quantized KV pages, and for the layers around them, compiled by Numba.
 
-Page layout: ``radixkv.attention.formats``. Nothing here knows torch modules or radixkv: the callers
+Page layout: ``radixkv.attention.layout``. Nothing here knows torch modules or radixkv: the callers
 pass addresses and sizes in one record, and a kernel is one C function ``void(record*)`` that any
 number of threads may run at once: each takes the next task from an atomic counter.
 

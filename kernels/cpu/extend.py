@@ -53,7 +53,7 @@ def extend_scratch_bytes(k: RowFormat, v: RowFormat, group: int) -> int:
     return -(-total // 64) * 64
 
 
-class _Desk(NamedTuple):
+class _Workspace(NamedTuple):
     """Where the parts of a thread's scratch begin."""
 
     q: int  # transposed, [head_dim, rows]: a score tile is K times that
@@ -121,7 +121,7 @@ def _make_load_queries(k: RowFormat, v: RowFormat, shared: int) -> Any:
     k_dim, v_vectors = k.head_dim, v.num_vectors
 
     @compile_helper
-    def load_queries(args, desk, task, rows):  # type: ignore[no-untyped-def]
+    def load_queries(args, work, task, rows):  # type: ignore[no-untyped-def]
         group, num_rows = args.group, task.num_queries * args.group
         for r in range(num_rows):
             query = r // group
@@ -131,17 +131,17 @@ def _make_load_queries(k: RowFormat, v: RowFormat, shared: int) -> Any:
                 pos = query_pos(args, task.first_query + query)
             q_head = task.head * group + r % group
             source = args.q + 4 * (token * args.q_token + q_head * args.q_head)
-            load_query(k_dim, source, desk.row, args.scale, args.rotate_k)
+            load_query(k_dim, source, work.row, args.scale, args.rotate_k)
             for e in range(k_dim):
-                put_f32(desk.q, e * rows + r, get_f32(desk.row, e))
-            put_i32(desk.query_pos, r, np.int32(pos))
+                put_f32(work.q, e * rows + r, get_f32(work.row, e))
+            put_i32(work.query_pos, r, np.int32(pos))
         for r in range(num_rows, rows):
             for e in range(k_dim):
-                put_f32(desk.q, e * rows + r, np.float32(0.0))
-            put_i32(desk.query_pos, r, np.int32(-1))
-        fill(desk.stats, np.float32(-np.inf), rows // LANES)
-        fill(desk.stats + 4 * rows, np.float32(0.0), rows // LANES)
-        fill(desk.acc, np.float32(0.0), rows * v_vectors)
+                put_f32(work.q, e * rows + r, np.float32(0.0))
+            put_i32(work.query_pos, r, np.int32(-1))
+        fill(work.stats, np.float32(-np.inf), rows // LANES)
+        fill(work.stats + 4 * rows, np.float32(0.0), rows // LANES)
+        fill(work.acc, np.float32(0.0), rows * v_vectors)
 
     return load_queries
 
@@ -172,16 +172,16 @@ def _make_fill_tiles(k: RowFormat, v: RowFormat) -> Any:
     k_width, v_width = (4 * LANES * form.num_vectors for form in (k, v))
 
     @compile_helper
-    def fill_tiles(args, desk, task, t, num):  # type: ignore[no-untyped-def]
+    def fill_tiles(args, work, task, t, num):  # type: ignore[no-untyped-def]
         i = np.int64(0)
         while i < num:
             number, offset = (t + i) // args.page_size, (t + i) % args.page_size
             page = page_of(args, task.seq, number)
             place = rows_at(args, page, task.head, offset)
             length = min(args.page_size - offset, num - i)
-            k_target, v_target = desk.k_tile + i * k_width, desk.v_tile + i * v_width
-            dequantize_k(place.k_row, place.k_scales, length, desk.factors, k_target)
-            dequantize_v(place.v_row, place.v_scales, length, desk.factors, v_target)
+            k_target, v_target = work.k_tile + i * k_width, work.v_tile + i * v_width
+            dequantize_k(place.k_row, place.k_scales, length, work.factors, k_target)
+            dequantize_v(place.v_row, place.v_scales, length, work.factors, v_target)
             i += length
 
     return fill_tiles
@@ -193,37 +193,57 @@ def _make_attend(k: RowFormat, v: RowFormat) -> Any:
     k_width, v_width = (4 * LANES * form.num_vectors for form in (k, v))
 
     @compile_helper
-    def add_bias(args, desk, task, t, num, rows):  # type: ignore[no-untyped-def]
+    def add_bias(args, work, task, t, num, rows):  # type: ignore[no-untyped-def]
         for i in range(num):
             for r in range(task.num_queries * args.group):
                 slope = get_f32(args.slopes, task.head * args.group + r % args.group)
-                bias = slope * np.float32(t + i - get_i32(desk.query_pos, r))
+                bias = slope * np.float32(t + i - get_i32(work.query_pos, r))
                 at = i * rows + r
-                put_f32(desk.scores, at, get_f32(desk.scores, at) + bias)
+                put_f32(work.scores, at, get_f32(work.scores, at) + bias)
 
     @compile_helper
-    def attend(args, desk, task, t, num, window, rows):  # type: ignore[no-untyped-def]
+    def attend(args, work, task, t, num, window, rows):  # type: ignore[no-untyped-def]
         num_rows, line, num_vectors = task.num_queries * args.group, 4 * rows, rows // LANES
         keys = (num + tile_m - 1) // tile_m * tile_m
         multiply_matrices(
-            0, keys, num_vectors, k_dim, desk.k_tile, k_width, 4, desk.q, line, desk.scores, line
+            0,
+            keys,
+            num_vectors,
+            k_dim,
+            work.k_tile,
+            k_width,
+            4,
+            work.q,
+            line,
+            work.scores,
+            line,
         )
         if args.softcap > 0:
-            cap_scores(desk.scores, args.softcap, num * num_vectors)
+            cap_scores(work.scores, args.softcap, num * num_vectors)
         if args.slopes != 0:
-            add_bias(args, desk, task, t, num, rows)
+            add_bias(args, work, task, t, num, rows)
         for n in range(num_vectors):
             place = 4 * LANES * n
-            scores, stats = desk.scores + place, desk.stats + place
-            softmax_tile(scores, line, num, t, desk.query_pos + place, window, stats, line)
+            scores, stats = work.scores + place, work.stats + place
+            softmax_tile(scores, line, num, t, work.query_pos + place, window, stats, line)
         for r in range(num_rows):
-            alpha = get_f32(desk.stats, 2 * rows + r)
+            alpha = get_f32(work.stats, 2 * rows + r)
             if alpha != np.float32(1.0):
-                mine = desk.acc + r * v_width
+                mine = work.acc + r * v_width
                 scale_add(mine, alpha, mine, np.float32(0.0), v_vectors)
         tiled = (num_rows + tile_m - 1) // tile_m * tile_m
         multiply_matrices(
-            1, tiled, v_vectors, num, desk.scores, 4, line, desk.v_tile, v_width, desk.acc, v_width
+            1,
+            tiled,
+            v_vectors,
+            num,
+            work.scores,
+            4,
+            line,
+            work.v_tile,
+            v_width,
+            work.acc,
+            v_width,
         )
 
     return attend
@@ -234,10 +254,10 @@ def _make_store(v: RowFormat) -> Any:
     v_dim, v_width = v.head_dim, 4 * LANES * v.num_vectors
 
     @compile_helper
-    def store(args, desk, task, rows):  # type: ignore[no-untyped-def]
+    def store(args, work, task, rows):  # type: ignore[no-untyped-def]
         for r in range(task.num_queries * args.group):
             query, q_head = r // args.group, task.head * args.group + r % args.group
-            m, total = get_f32(desk.stats, r), get_f32(desk.stats, rows + r)
+            m, total = get_f32(work.stats, r), get_f32(work.stats, rows + r)
             sink = sink_of(args, q_head)
             largest = max(m, sink)
             w = np.float32(math.exp(m - largest))
@@ -245,7 +265,7 @@ def _make_store(v: RowFormat) -> Any:
             if args.sinks != 0:
                 total += np.float32(math.exp(sink - largest))
             place = (task.first_row + query) * args.out_token + q_head * args.out_head
-            acc = desk.acc + r * v_width
+            acc = work.acc + r * v_width
             store_row(v_dim, acc, args.out + 4 * place, w / total, args.rotate_v)
 
     return store
@@ -256,7 +276,7 @@ def _make_keep(v: RowFormat) -> Any:
     num_bytes, v_width, split_tokens = partial_bytes(v), 4 * LANES * v.num_vectors, SPLIT
 
     @compile_helper
-    def keep(args, desk, task, rows):  # type: ignore[no-untyped-def]
+    def keep(args, work, task, rows):  # type: ignore[no-untyped-def]
         num_splits = (task.end - task.start) // split_tokens
         for r in range(task.num_queries * args.group):
             query, q_head = task.first_query + r // args.group, r % args.group
@@ -264,9 +284,9 @@ def _make_keep(v: RowFormat) -> Any:
             place = query_partial(args, num_bytes, query, q_head, task.split)
             for i in range(1, num_splits):
                 put_f32(place + i * num_bytes, 0, np.float32(-np.inf))
-            put_f32(place, 0, get_f32(desk.stats, r))
-            put_f32(place, 1, get_f32(desk.stats, rows + r))
-            copy_words(desk.acc + r * v_width, place + 4 * LANES, v_width // 8)
+            put_f32(place, 0, get_f32(work.stats, r))
+            put_f32(place, 1, get_f32(work.stats, rows + r))
+            copy_words(work.acc + r * v_width, place + 4 * LANES, v_width // 8)
 
     return keep
 
@@ -287,7 +307,7 @@ def make_extend(k: RowFormat, v: RowFormat, shared: int = 0) -> Any:
     finish = _make_keep(v) if shared else _make_store(v)
 
     @compile_helper
-    def desk_of(memory, most_rows):  # type: ignore[no-untyped-def]
+    def workspace_of(memory, most_rows):  # type: ignore[no-untyped-def]
         acc = memory + 4 * k_dim * most_rows
         scores = acc + v_width * most_rows
         stats = scores + 4 * tile * most_rows
@@ -296,13 +316,13 @@ def make_extend(k: RowFormat, v: RowFormat, shared: int = 0) -> Any:
         v_tile = k_tile + tile * k_width
         factors = v_tile + tile * v_width
         row = factors + 4 * 2 * (tile + 64) * most_scales
-        return _Desk(memory, acc, scores, stats, positions, k_tile, v_tile, factors, row)
+        return _Workspace(memory, acc, scores, stats, positions, k_tile, v_tile, factors, row)
 
     def extend(pointer):  # type: ignore[no-untyped-def]
         args = carray(pointer, 1)[0]
         memory = args.scratch + fetch_add(args.counters, 0) * args.scratch_bytes
         most_rows = max(1, tile_rows // args.group) * args.group
-        desk = desk_of(memory, (most_rows + LANES - 1) // LANES * LANES)
+        work = workspace_of(memory, (most_rows + LANES - 1) // LANES * LANES)
         window = args.window if args.window > 0 else np.int64(1 << 30)
         while True:
             number = fetch_add(args.counters, 1)
@@ -310,14 +330,14 @@ def make_extend(k: RowFormat, v: RowFormat, shared: int = 0) -> Any:
                 break
             task = read_task(args, number, window)
             rows = (task.num_queries * args.group + LANES - 1) // LANES * LANES
-            load_queries(args, desk, task, rows)
+            load_queries(args, work, task, rows)
             t = task.start
             while t < task.end:
                 num = min(tile, task.end - t)
                 add_to(args.counters, 4, num)
-                fill_tiles(args, desk, task, t, num)
-                attend(args, desk, task, t, num, window, rows)
+                fill_tiles(args, work, task, t, num)
+                attend(args, work, task, t, num, window, rows)
                 t += tile
-            finish(args, desk, task, rows)
+            finish(args, work, task, rows)
 
     return compile_callback(SIGNATURE)(extend)

@@ -36,7 +36,9 @@ A split that several queries take turns over is read once.
 SMALL = 2**19
 """Products of numbers that one thread has done before a second would have begun."""
 
-_local = threading.local()  # scratch memory, kept from call to call
+# Scratch memory, kept from call to call. A thread's own: kernels run on several at once, and what
+# a prepared call has put the address of into its record must stay where it is.
+_local = threading.local()
 
 
 @cache
@@ -90,10 +92,9 @@ _c_kernel = cache(ctypes.CFUNCTYPE(None, ctypes.c_void_p))
 
 
 def run_kernel(address: int, pointer: int, num_threads: int) -> None:
-    fork = _fork()
     if num_threads == 1:
         _c_kernel(address)(pointer)
-    elif fork is not None:
+    elif (fork := _fork()) is not None:
         fork(address, pointer, num_threads, 0)
     else:
         function = _c_kernel(address)

@@ -1,6 +1,6 @@
 """GPU kernels over quantized KV pages, in Triton: write, rotate, split, extend, merge, copy.
 
-Page layout: ``radixkv.attention.formats``. Nothing here knows radixkv: the callers pass tensors and
+Page layout: ``radixkv.attention.layout``. Nothing here knows radixkv: the callers pass tensors and
 sizes. The pages of a layer are contiguous, so a stored row (one token of one KV head) has one
 number,
 

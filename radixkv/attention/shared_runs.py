@@ -1,4 +1,4 @@
-"""Which pages of a batch are shared by which sequences: the forest of shared runs.
+"""Which pages of a batch are shared by which sequences: its shared-prefix groups.
 
 Sequences that begin with the same pages (samples, beams, forks, agents with one system prompt)
 form a tree over the columns of the page table. Each of its edges is a `SharedRun`: attention
@@ -125,7 +125,7 @@ def find_runs(
     min_pages: int = 1,
     min_seqs: int = 2,
 ) -> tuple[SharedRun, ...]:
-    """The forest of runs that at least ``min_seqs`` sequences share, parents first.
+    """The groups that at least ``min_seqs`` sequences share, parents first.
 
     The runs are disjoint: a page of a sequence lies in at most one. They cover: a page lies in
     none only if fewer than ``min_seqs`` sequences share it and all before it, or if it is one

@@ -24,7 +24,12 @@ from torch import Tensor, nn
 
 from radixkv.models.adapters import AdapterGuard, is_adapted
 from radixkv.models.attention_interface import AttentionHandler, Served
-from radixkv.models.linear import SteadyActivation, SteadyLinear, can_multiply, linear_kernels
+from radixkv.models.linear import (
+    BatchInvariantActivation,
+    BatchInvariantLinear,
+    can_multiply,
+    linear_kernels,
+)
 
 # What the attention of each known family is told of a sliding window.
 _WINDOWS: dict[str, Callable[[Any], int | None]] = {
@@ -37,7 +42,7 @@ _WINDOWS: dict[str, Callable[[Any], int | None]] = {
 }
 _BLOCK_ROWS = 512  # that run at a time: what lies between the products stays in a cache
 _MAX_PROGRAMS = 64  # that a layer keeps, by numbers of rows
-_MAX_DESKS = 64  # that a thread keeps, by numbers of rows
+_MAX_WORKSPACES = 64  # that a thread keeps, by numbers of rows
 _FEW_ROWS = 64  # that a step's layers run from one place: then time between calls counts
 _IN_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
 _IN_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
@@ -151,8 +156,8 @@ class _Parts:
         ]  # fmt: skip
         self._memory: list[Any] = []
         self._programs: dict[tuple[int, int], tuple[Any, Any]] = {}
-        # Weakly: a thread's desks end with it.
-        self.placed: weakref.WeakKeyDictionary[_Desk, tuple[Any, Any]]
+        # Weakly: a thread's workspaces end with it.
+        self.placed: weakref.WeakKeyDictionary[_Workspace, tuple[Any, Any]]
         self.placed = weakref.WeakKeyDictionary()
 
     def are_unchanged(self) -> bool:
@@ -190,13 +195,16 @@ class _Parts:
             self._programs[num_rows, num_threads] = made
         return made
 
-    def place(self, desk: _Desk) -> tuple[Any, Any]:
-        """The programs of a desk's rows, ready there: x, and x and out, are left open."""
-        made = self.placed.get(desk)
+    def place(self, workspace: _Workspace) -> tuple[Any, Any]:
+        """Both programs of a workspace, with all addresses filled in except x and out."""
+        made = self.placed.get(workspace)
         if made is None:
-            before, after = self.programs(desk.num_rows, desk.num_threads)
-            made = before.place("x", **desk.places), after.place("x", "out", **desk.places)
-            self.placed[desk] = made
+            before, after = self.programs(workspace.num_rows, workspace.num_threads)
+            made = (
+                before.place("x", **workspace.places),
+                after.place("x", "out", **workspace.places),
+            )
+            self.placed[workspace] = made
         return made
 
     def heads_of(self, joint: Tensor) -> Iterator[Tensor]:
@@ -253,11 +261,11 @@ class _Parts:
         return program
 
 
-class _Desk:
+class _Workspace:
     """Where a thread runs the layers of steps of ``num_rows`` rows: all that they need but x.
 
     Args:
-        memory: by name, what lies there for each of `_FEW_ROWS` rows; desks share it, as only
+        memory: by name, what lies there for each of `_FEW_ROWS` rows; workspaces share it, as only
             one of a thread is in use at a time.
     """
 
@@ -281,7 +289,7 @@ class _Desk:
         ctypes.memmove(self.places["sin"], sin.data_ptr(), self._turn_bytes)
 
 
-class _Desks(threading.local):
+class _Workspaces(threading.local):
     """What a thread keeps from step to step.
 
     Of the thread, not of a step: compiled programs hold addresses in this memory, and are made once
@@ -289,7 +297,7 @@ class _Desks(threading.local):
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, ...], _Desk] = {}
+        self._known: dict[tuple[int, ...], _Workspace] = {}
         self._memory: dict[tuple[int, ...], dict[str, Tensor]] = {}
         self._space = np.empty(0, np.uint8)
 
@@ -299,12 +307,12 @@ class _Desks(threading.local):
             self._space = np.empty(num_bytes, np.uint8)  # NumPy asks for huge pages
         return self._space.ctypes.data
 
-    def desk(self, parts: _Parts, num_rows: int) -> _Desk:
+    def workspace(self, parts: _Parts, num_rows: int) -> _Workspace:
         num_threads = torch.get_num_threads()
         key = (num_rows, num_threads, *parts.geometry)
-        desk = self._known.get(key)
-        if desk is None:
-            if len(self._known) == _MAX_DESKS:
+        workspace = self._known.get(key)
+        if workspace is None:
+            if len(self._known) == _MAX_WORKSPACES:
                 self._known.clear()
                 self._memory.clear()
             if parts.geometry not in self._memory:
@@ -313,26 +321,26 @@ class _Desks(threading.local):
                         name: torch.empty(_FEW_ROWS, size, dtype=torch.float32, device="cpu")
                         for name, size in parts.sizes.items()
                     }
-            desk = _Desk(self._memory[parts.geometry], parts, num_rows, num_threads)
-            self._known[key] = desk
-        return desk
+            workspace = _Workspace(self._memory[parts.geometry], parts, num_rows, num_threads)
+            self._known[key] = workspace
+        return workspace
 
 
-_desks = _Desks()
+_workspaces = _Workspaces()
 
 
-class _Relay:
-    """A forward pass that goes from fused layer to fused layer, on one desk.
+class _FusedPass:
+    """A forward pass that goes from fused layer to fused layer, on one workspace.
 
     Attributes:
         x: what the last layer gave; who gets that very tensor is the next.
     """
 
     def __init__(
-        self, desk: _Desk, serve: Served, x: Tensor, embeddings: tuple[Tensor, Tensor]
+        self, workspace: _Workspace, serve: Served, x: Tensor, embeddings: tuple[Tensor, Tensor]
     ) -> None:
-        self.desk, self._serve, self.x, self.embeddings = desk, serve, x, embeddings
-        desk.turn(*embeddings)
+        self.workspace, self._serve, self.x, self.embeddings = workspace, serve, x, embeddings
+        workspace.turn(*embeddings)
 
     def run(
         self, parts: _Parts, placed: tuple[Any, Any], x: Tensor, keywords: Mapping[str, Any]
@@ -408,19 +416,19 @@ class FusedLayer:
 
     def __call__(self, *args: Any, **keywords: Any) -> Tensor:
         handler, parts = self._handler(), self._parts
-        relay: _Relay | None = None if handler is None else handler.fused_pass
+        fused_pass: _FusedPass | None = None if handler is None else handler.fused_pass
         if (
-            relay is not None
+            fused_pass is not None
             and self._is_seen
             and parts is not None
             and len(args) == 1
-            and args[0] is relay.x
-            and keywords.get("position_embeddings") is relay.embeddings
+            and args[0] is fused_pass.x
+            and keywords.get("position_embeddings") is fused_pass.embeddings
             and not torch.is_grad_enabled()
         ):
-            placed = parts.placed.get(relay.desk)
+            placed = parts.placed.get(fused_pass.workspace)
             if placed is not None:
-                return relay.run(parts, placed, args[0], keywords)
+                return fused_pass.run(parts, placed, args[0], keywords)
         layer = self._layer()
         assert layer is not None  # its forward is what runs
         if (
@@ -433,9 +441,11 @@ class FusedLayer:
             if embeddings is not None and self._look(layer, args[0], embeddings):
                 parts = self._parts
                 assert parts is not None
-                relay = self._relay(handler, parts, args[0], embeddings)
-                if relay is not None:
-                    return relay.run(parts, parts.place(relay.desk), args[0], keywords)
+                fused_pass = self._begin_pass(handler, parts, args[0], embeddings)
+                if fused_pass is not None:
+                    return fused_pass.run(
+                        parts, parts.place(fused_pass.workspace), args[0], keywords
+                    )
                 cos, sin = embeddings
                 return self._run(handler, parts, args[0], cos, sin, keywords)
         if handler is None or torch.compiler.is_compiling():
@@ -465,19 +475,23 @@ class FusedLayer:
             and all(tensor.shape[2] == self._parts.head_dim for tensor in embeddings)
         )
 
-    def _relay(
+    def _begin_pass(
         self, handler: AttentionHandler, parts: _Parts, x: Tensor, embeddings: tuple[Tensor, Tensor]
-    ) -> _Relay | None:
+    ) -> _FusedPass | None:
         """What goes from here to the layers that follow, if there are few rows."""
         if x.shape[1] > _FEW_ROWS:
             return None
-        desk = _desks.desk(parts, x.shape[1])
-        relay: _Relay | None = handler.fused_pass
-        if relay is None or relay.desk is not desk or relay.embeddings is not embeddings:
-            serve = handler.prepare(desk.q, desk.k, desk.v, desk.attended)
-            relay = None if serve is None else _Relay(desk, serve, x, embeddings)
-            handler.fused_pass = relay
-        return relay
+        workspace = _workspaces.workspace(parts, x.shape[1])
+        fused_pass: _FusedPass | None = handler.fused_pass
+        if (
+            fused_pass is None
+            or fused_pass.workspace is not workspace
+            or fused_pass.embeddings is not embeddings
+        ):
+            serve = handler.prepare(workspace.q, workspace.k, workspace.v, workspace.attended)
+            fused_pass = None if serve is None else _FusedPass(workspace, serve, x, embeddings)
+            handler.fused_pass = fused_pass
+        return fused_pass
 
     def _run(
         self,
@@ -494,7 +508,7 @@ class FusedLayer:
         row, joint_row = 4 * parts.hidden_size, 4 * sum(widths)
         joint = torch.empty(1, num_rows, sum(widths), dtype=torch.float32, device="cpu")
         # What lies between the operations of a block.
-        normed = _desks.space(block * 8 * (parts.hidden_size + parts.num_inner))
+        normed = _workspaces.space(block * 8 * (parts.hidden_size + parts.num_inner))
         x_at, joint_at, cos_at, sin_at = (t.data_ptr() for t in (x, joint, cos, sin))
         turn_row = 4 * parts.head_dim
         for first in blocks:
@@ -558,8 +572,14 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.dtype is torch.float32 and tensor.is_cpu and tensor.is_contiguous()
 
 
-StandIn = SteadyLinear | SteadyActivation | FusedLayer | AdapterGuard
-_OWN_FORWARDS = (SteadyLinear, SteadyActivation, FusedLayer, AdapterGuard, type(None))
+StandIn = BatchInvariantLinear | BatchInvariantActivation | FusedLayer | AdapterGuard
+_OWN_FORWARDS = (
+    BatchInvariantLinear,
+    BatchInvariantActivation,
+    FusedLayer,
+    AdapterGuard,
+    type(None),
+)
 
 
 def is_stand_in(forward: Any) -> bool:
@@ -605,9 +625,9 @@ def stand_in(module: nn.Module, handler: Callable[[], AttentionHandler | None]) 
     if is_adapted(module):
         return AdapterGuard(module)
     if _is_linear(module):
-        return SteadyLinear(module)
+        return BatchInvariantLinear(module)
     if _is_activation(module):
-        return SteadyActivation(module)
+        return BatchInvariantActivation(module)
     if _family(module) and linear_kernels() is not None and is_bare(module):
         return FusedLayer(module, handler)
     return None

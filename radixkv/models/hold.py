@@ -34,7 +34,7 @@ from radixkv.models.decoder_layer import (
     take_out,
 )
 from radixkv.models.huge_pages import use_huge_pages
-from radixkv.models.linear import SteadyLinear, linear_kernels
+from radixkv.models.linear import BatchInvariantLinear, linear_kernels
 
 _ATTENTION = "_attn_implementation_internal"  # where a config keeps the name of its attention
 
@@ -104,7 +104,9 @@ class Hold:
         self.holders = 0
         self.find()
         if linear_kernels() is not None:
-            layers = (m for m, own in self._stand_ins.items() if isinstance(own, SteadyLinear))
+            layers = (
+                m for m, own in self._stand_ins.items() if isinstance(own, BatchInvariantLinear)
+            )
             use_huge_pages(layer.weight for layer in layers)  # type: ignore[misc]
 
     def find(self) -> None:

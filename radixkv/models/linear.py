@@ -81,7 +81,7 @@ def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-class SteadyLinear:
+class BatchInvariantLinear:
     """The forward of an ``nn.Linear`` or a ``Conv1D`` whose rows do not feel their neighbours.
 
     The layer stays the model's own: this stands in it for its forward, while an engine runs a
@@ -126,7 +126,7 @@ class SteadyLinear:
         return partial, (type(self._layer).forward, self._layer)
 
 
-class SteadyActivation:
+class BatchInvariantActivation:
     """The forward of an elementwise activation where an element's place never changes its bits.
 
     The tensor is padded where a vector loop, or a thread's part, would end inside a row.
