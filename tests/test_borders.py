@@ -211,6 +211,11 @@ def test_a_twin_of_a_large_model_is_small_and_has_its_borders_near(name, fields)
     assert set(getattr(twin.config, "layer_types", None) or ()) == set(
         getattr(config, "layer_types", None) or ()
     )
+    # Factors of norms are near those of a new model: with others logits would say nothing.
+    new = dict(kind(twin.config).named_parameters())
+    for name, parameter in twin.named_parameters():
+        if parameter.dim() == 1 and "norm" in name:
+            assert (parameter - new[name]).abs().max() < 0.5, name
 
 
 # Models of every kind; all types in all variants: python -m fuzz.models
