@@ -75,18 +75,32 @@ CHATS = (
 )
 
 
+@pytest.mark.parametrize(
+    ("lengths", "num_chats"),
+    [
+        ((1, 3, 16, 17, 64, 350), 1),
+        pytest.param(
+            (1, 2, 3, 7, 15, 16, 17, 31, 33, 64, 90, 130, 200, 350, 600, 900),
+            4,
+            marks=pytest.mark.nightly,
+        ),
+    ],
+    ids=["some", "all"],
+)
 def test_greedy_tokens_equal_transformers_generate(
-    loaded: Any, exact_engine: Engine, text_ids: list[int]
+    loaded: Any,
+    exact_engine: Engine,
+    text_ids: list[int],
+    lengths: tuple[int, ...],
+    num_chats: int,
 ) -> None:
     model, tokenizer = loaded
-    lengths = (1, 2, 3, 7, 15, 16, 17, 31, 33, 64, 90, 130, 200, 350, 600, 900)
     prompts = [text_ids[1000 + 37 * i :][:n] for i, n in enumerate(lengths)]
-    for question in CHATS:
+    for question in CHATS[:num_chats]:
         chat = [{"role": "user", "content": question}]
         rendered = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
         prompts.append(list(rendered["input_ids"]))
         assert exact_engine.submit(chat, max_new_tokens=1).prompt_token_ids == prompts[-1]
-    assert len(prompts) == 20
     results = exact_engine.generate(prompts, temperature=0, max_new_tokens=32)
     for prompt, result in zip(prompts, results, strict=True):
         expected = generate(model, prompt)[0, len(prompt) :].tolist()
@@ -102,11 +116,14 @@ def test_greedy_tokens_equal_transformers_generate(
     check_idle(exact_engine)
 
 
+@pytest.mark.parametrize(
+    "lengths", [(12, 150), pytest.param((1, 40, 400), marks=pytest.mark.nightly)]
+)
 def test_beams_equal_transformers_generate(
-    loaded: Any, exact_engine: Engine, text_ids: list[int]
+    loaded: Any, exact_engine: Engine, text_ids: list[int], lengths: tuple[int, ...]
 ) -> None:
     model = loaded[0]
-    for i, num_tokens in enumerate((1, 12, 40, 150, 400)):
+    for i, num_tokens in enumerate(lengths):
         prompt = text_ids[2000 + 61 * i :][:num_tokens]
         expected = generate(
             model, prompt, num_beams=4, num_return_sequences=4,
@@ -120,7 +137,7 @@ def test_beams_equal_transformers_generate(
     check_idle(exact_engine)
 
 
-@pytest.mark.parametrize("dtype", ["model", "int8"])
+@pytest.mark.parametrize("dtype", [pytest.param("model", marks=pytest.mark.nightly), "int8"])
 def test_warm_equals_cold(request: Any, loaded: Any, dtype: str, text_ids: list[int]) -> None:
     engine: Engine = request.getfixturevalue("exact_engine" if dtype == "model" else "int8_engine")
     shared = text_ids[3000:3150]

@@ -319,6 +319,7 @@ def test_every_other_wrong_argument_is_named(backend):
     assert list(wrong_calls(backend)) == []
 
 
+@pytest.mark.nightly
 def test_the_interpreted_gpu_kernels_refuse_and_serve_the_same():
     """In a process of its own: the interpreter is chosen before Triton is imported."""
     done = subprocess.run(

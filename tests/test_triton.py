@@ -48,11 +48,11 @@ def run_python(*arguments: str, **variables: str) -> subprocess.CompletedProcess
     )
 
 
-def test_every_kernel_is_right_in_the_interpreter():
+@pytest.mark.parametrize("file", sorted(path.name for path in (HERE / "device").glob("test_*.py")))
+def test_every_kernel_is_right_in_the_interpreter(file):
     # In a process of its own: the variable must be set before the kernels are imported.
-    done = run_python(
-        "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/device", TRITON_INTERPRET="1"
-    )
+    file = f"tests/device/{file}"
+    done = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", file, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 

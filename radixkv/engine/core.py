@@ -201,7 +201,7 @@ class EngineCore:
     def put(self, requests: list[Request]) -> None:
         """Queue ``requests`` for whoever runs steps."""
         for request in requests:
-            request.on_end = self._tally.count_request
+            request.queue(self._tally.count_request)
         vocab_size = self.runner.vocab_size
         with self.changed:
             self.check_open()  # within: what comes after `close` has looked would never end

@@ -76,7 +76,7 @@ class Request:
         self.done = False
         self._ended = threading.Event()
         self._listeners: list[Callable[[], None]] = []
-        self.on_end: Callable[[Request], None] | None = None  # the engine's own book-keeping
+        self._on_end: Callable[[Request], None] | None = None  # the engine's own book-keeping
         self._submitted = time.perf_counter()
         timeout_s = getattr(params, "timeout_s", None)
         self.deadline = None if timeout_s is None else self._submitted + timeout_s
@@ -155,6 +155,10 @@ class Request:
         self._listeners.append(callback)
 
     # -- called by the engine ----------------------------------------------------------------
+
+    def queue(self, on_end: Callable[[Request], None]) -> None:
+        """Note that an engine has it now, which ``on_end`` tells of its end."""
+        self._on_end = on_end
 
     def start(self, scheduler: Scheduler) -> None:
         """Put the first sequence into the scheduler."""
@@ -264,8 +268,8 @@ class Request:
         self.recompute()  # if it ended before it was started
         self._result = result
         self.metrics.total_s = time.perf_counter() - self._submitted
-        if self.on_end is not None:
-            self.on_end(self)
+        if self._on_end is not None:
+            self._on_end(self)
         listeners = list(self._listeners)
         self._let_go()
         self.done = True
@@ -276,7 +280,7 @@ class Request:
         """Drop what refers back to this request: it goes with its last reference, leases too."""
         self._sequences.clear()
         self._scheduler = None
-        self.on_end = None
+        self._on_end = None
         self._listeners.clear()
 
 
