@@ -489,17 +489,7 @@ def attend_batch(
     softmax_scale: float | None = None,
     **rule: Any,
 ) -> Tensor:
-    """Attend the last tokens of many sequences to their pages, in one call.
-
-    Args:
-        q: [tokens of all leases, num_q_heads, head_dim], in the order of ``leases``.
-        query_lens: how many rows are each lease's; None is those that it last wrote.
-    Returns:
-        [same, num_q_heads, v_head_dim], q's dtype.
-    Raises:
-        ValueError, TypeError: rows that do not add up, tokens without KV in this layer, a
-            field of the rule that can't be; nothing has run.
-    """
+    """See `radixkv.PrefixCache.attend_batch`."""
     layer_idx = require_layer(core, layer)
     if softmax_scale is None:
         softmax_scale = core.spec.head_dim**-0.5
